@@ -1,0 +1,62 @@
+# One vocabulary for people, hooks and CI. `make` alone lists the verbs.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint bench serve stop clean mlflow lock
+
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+PY := $(VENV)/bin/python
+export PATH := $(VENV)/bin:$(PATH)
+
+# No telemetry from any door; see QUIET in tasks/core/process.py, which a test holds equal to this block.
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export DO_NOT_TRACK := 1
+export DVC_NO_ANALYTICS := 1
+export GX_ANALYTICS_ENABLED := false
+export MLFLOW_DISABLE_TELEMETRY := true
+export BENTOML_DO_NOT_TRACK := True
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
+export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS := 120
+
+help:  ## list these verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## install the locked environment into .venv; skipped when requirements.lock did not change
+	@cmp -s requirements.lock $(VENV)/requirements.lock || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "error[python_too_old]: $$($(PYTHON) --version); must be 3.11 or newer; set PYTHON=python3.11" >&2; exit 2; }; \
+	  echo "setup: installing requirements.lock into .venv"; \
+	  $(PYTHON) -m venv $(VENV); \
+	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock; \
+	  cp requirements.lock $(VENV)/requirements.lock; }
+
+run: setup  ## data -> validated -> trained -> judged -> registered -> packaged -> deployed
+	@$(PY) -m flows.retrain
+
+test: setup  ## every test
+	@$(PY) -m pytest
+
+lint: setup  ## ruff and mypy
+	@ruff check . && ruff format --check . && mypy
+
+bench: setup  ## every claim of speed and accuracy, measured here; results in bench/results/
+	@$(PY) -m bench
+
+serve: setup  ## serve again what was deployed last
+	@$(PY) -m tasks.deploy --serve
+
+stop:  ## end the service
+	@if [ -x $(PY) ]; then $(PY) -m tasks.deploy --stop; else echo "nothing runs"; fi
+
+mlflow: setup  ## the MLflow UI of this project's registry, on http://127.0.0.1:5000
+	@mlflow server --host 127.0.0.1 --port 5000 --workers 1 --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/.trainyard/mlflow/mlflow.db}"
+
+lock: setup  ## write the installed versions to requirements.lock
+	@$(PY) -m pip freeze --disable-pip-version-check | sort -f | sed -E \
+	  '/^(cuda-|nvidia-(cu|nc|nv|cf)|triton=)/s/$$/ ; sys_platform == "linux" and platform_machine == "x86_64"/' > requirements.lock
+	@cp requirements.lock $(VENV)/requirements.lock
+
+clean:  ## remove derived files (artifacts/, checkpoints, caches of tools); the data, registry and environment stay
+	@rm -rf artifacts .trainyard/checkpoints .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""When and how often. The only folder that imports prefect."""

@@ -1,0 +1,176 @@
+"""Stage -> Prefect task. A task brings one stage up to date in a child process and returns a reference to its artifact.
+
+DVC stages run as ``dvc repro --single-item STAGE``, effects (ingest, register, deploy) as ``python -m tasks.EFFECT``:
+a stage's memory, imports and crash never touch the flow's process, and cancelling the run ends the whole process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from prefect import Task, get_run_logger
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.states import Completed
+
+from tasks.core.artifacts import Artifact, Endpoint, GateDecision, TrainedModel
+from tasks.core.process import run_child
+
+PYTHON = sys.executable
+ENVIRONMENT = {"PATH": f"{Path(PYTHON).parent}{os.pathsep}{os.environ.get('PATH', '')}", "PYTHONUNBUFFERED": "1"}
+ERROR_LINE = re.compile(r"error\[(?P<code>[a-z_]+)\]: .*")
+EXIT_CODE = re.compile(r"exited with (?P<code>\d+)")
+DVC_BUSY = "Unable to acquire lock"
+TRANSIENT_EXIT = 75
+A = TypeVar("A", bound=Artifact)
+
+
+class StageFailed(Exception):
+    """A stage ended with an error. The message is its own one-line error; ``exit_code`` as in tasks.core.errors."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def dvc_stage(name: str, artifact: type[A], *, forced_when: Callable[[Path], bool] = lambda root: False) -> Callable[[Path], A]:
+    """The task that brings DVC stage ``name`` up to date; ends as "Cached" where DVC had nothing to do."""
+
+    def bring_up_to_date(root: Path) -> State[Any]:
+        force = ["--force"] if forced_when(root) else []
+        lines = _run([PYTHON, "-m", "dvc", "repro", "--single-item", *force, name], root, name)
+        ran = any(line.startswith(f"Running stage '{name}'") for line in lines)
+        return _reference(artifact, root, ran)
+
+    bring: Callable[[Path], A] = _as_task(bring_up_to_date, name, ["dvc-stage"])
+    return bring
+
+
+def effect(name: str, artifact: type[A], *arguments: str) -> Callable[[Path], A]:
+    """The task of a stage that acts on the outside world, idempotent by digest, and so is no DVC stage."""
+
+    def act(root: Path) -> State[Any]:
+        _run([PYTHON, "-m", f"tasks.{name}", *arguments], root, name)
+        return _reference(artifact, root, ran=True)
+
+    bring: Callable[[Path], A] = _as_task(act, "-".join([name, *arguments]).replace("--", ""), ["effect"])
+    return bring
+
+
+def find_changes(root: Path) -> list[str]:
+    """Why the pipeline has something to do, in words; empty where nothing changed and the right model is in service."""
+    output = _run([PYTHON, "-m", "dvc", "status", "--json"], root, "dvc status", quiet=True)
+    status = json.loads(next((line for line in reversed(output) if line.startswith("{")), "{}"))
+    reasons = explain_status(status)
+    if reasons:
+        return reasons
+    if GateDecision.load(root).approved:
+        return [] if in_service(root) else ["the approved model is not in service"]
+    return ["the champion changed after the verdict"] if verdict_is_stale(root) else []
+
+
+def explain_status(status: dict[str, Any]) -> list[str]:
+    """The output of ``dvc status --json`` as a sorted list of reasons such as "new data" or "changed params train.lr"."""
+    reasons: set[str] = set()
+    for stage, changes in status.items():
+        for change in changes:
+            if isinstance(change, str):
+                reasons.add(f"changed command of {stage}" if change == "changed command" else f"{stage} {change}")
+                continue
+            for path, what in change.get("changed deps", {}).items():
+                if path == "params.yaml":
+                    keys = ", ".join(sorted(what)) if isinstance(what, dict) else str(what)
+                    reasons.add(f"changed params {keys}")
+                elif path == "data":
+                    reasons.add("new data")
+                elif not path.startswith("artifacts/"):
+                    reasons.add(f"changed code {path}")
+            if change.get("changed outs"):
+                reasons.add(f"no output of {stage} yet")
+    return sorted(reasons)
+
+
+def in_service(root: Path) -> bool:
+    """Whether the endpoint of endpoint.json answers and serves exactly the model below ``root``."""
+    if not (Endpoint.exists(root) and TrainedModel.exists(root)):
+        return False
+    endpoint, model = Endpoint.load(root), TrainedModel.load(root)
+    if endpoint.model_digest != model.digest:
+        return False
+    try:
+        with urlopen(f"{endpoint.url}/provenance", timeout=5) as answer:
+            return bool(json.load(answer).get("tag") == endpoint.tag)
+    except (URLError, OSError, ValueError):
+        return False
+
+
+def verdict_is_stale(root: Path) -> bool:
+    """Whether a decision lies there that compared with another champion than the one now in service."""
+    if not GateDecision.exists(root):
+        return False
+    return "stale" in _run([PYTHON, "-m", "tasks.gate", "--stale"], root, "gate", quiet=True)
+
+
+def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Retry only what a retry can help: Transient errors and a DVC repository that another command holds."""
+    failure = state.result(raise_on_failure=False)
+    return isinstance(failure, StageFailed) and failure.exit_code == TRANSIENT_EXIT
+
+
+def _as_task(function: Callable[[Path], State[Any]], name: str, tags: Sequence[str]) -> Callable[[Path], Any]:
+    """A Prefect task of ``function``; called in a flow it returns the data of the state that ``function`` returns."""
+    return Task(
+        function,
+        name=name,
+        tags=list(tags),
+        retries=3,
+        retry_delay_seconds=[2, 10, 30],
+        retry_jitter_factor=0.5,
+        retry_condition_fn=is_transient,
+        cache_policy=NO_CACHE,
+        persist_result=False,
+    )
+
+
+def _reference(artifact: type[Artifact], root: Path, ran: bool) -> State[Any]:
+    """A finished state that holds (the loaded artifact) and says whether work was done."""
+    loaded = artifact.load(root)
+    reference = f"{artifact.PATH} {loaded.digest[:12]}"
+    return Completed(data=loaded, message=reference) if ran else Completed(name="Cached", data=loaded, message=f"{reference} did not change")
+
+
+def _run(command: Sequence[str], root: Path, name: str, quiet: bool = False) -> list[str]:
+    """Run a child below ``root``, its lines into the run's log; returns them. Raises StageFailed with the stage's own error."""
+    logger = get_run_logger()
+    lines: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        if line.strip() and not quiet:
+            logger.info(line)
+
+    result = run_child(command, cwd=root, on_line=on_line, env=ENVIRONMENT)
+    if result.returncode == 0:
+        return lines
+    raise failure_of(name, result.returncode, lines)
+
+
+def failure_of(name: str, returncode: int, lines: Sequence[str]) -> StageFailed:
+    """The error that ``lines`` end with, its exit code taken from DVC's words where DVC stood in between."""
+    if any(DVC_BUSY in line for line in lines):
+        return StageFailed(f"error[lock_busy]: another dvc command holds the repository; got it during {name}; must be free", TRANSIENT_EXIT)
+    through_dvc = [int(found["code"]) for line in lines if (found := EXIT_CODE.search(line))]
+    code = through_dvc[-1] if through_dvc else returncode
+    told = [found.group(0) for line in lines if (found := ERROR_LINE.search(line))]
+    if told:
+        return StageFailed(told[-1], code)
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    return StageFailed(f"error[stage_failed]: {name} ended with exit code {code}; got {last!r}; set TRAINYARD_DEBUG=1 for more", 1)

@@ -1,0 +1,1 @@
+"""The only files that import dvc or mlflow."""

@@ -1,0 +1,154 @@
+"""Errors that tell a user the value, the constraint and the knob, and the one place that prints them.
+
+Every entry point ends with ``sys.exit(errors.run(main))``: a TrainyardError becomes one last line on stderr,
+``error[code]: what; got VALUE; must be CONSTRAINT; set KNOB``, without a traceback unless ``--debug`` is given
+or TRAINYARD_DEBUG=1 is set. Codes are stable and listed in docs/errors.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import ClassVar
+
+CODES: dict[str, str] = {
+    "params_missing": "params.yaml is not where the command was started",
+    "params_invalid": "params.yaml has an unknown or repeated key, or a value outside its range",
+    "not_a_repository": "the folder is not a git and DVC repository",
+    "source_unavailable": "the data source does not exist or cannot be read",
+    "source_empty": "the data source holds no image",
+    "unknown_source": "no source is registered under that name",
+    "too_few_classes": "fewer than two classes",
+    "empty_class": "a class folder holds no image",
+    "class_too_small": "a class has fewer images than there are splits",
+    "class_not_in_train": "a class has no image in the training split",
+    "class_name_collision": "two class names are equal after Unicode normalisation, strip and case folding",
+    "conflicting_label": "the same image stands under two labels",
+    "unknown_split": "a split is not named train, val or test",
+    "archive_corrupt": "the archive cannot be read to its end",
+    "archive_encrypted": "the archive is encrypted",
+    "archive_ratio": "the archive unpacks to far more than its size",
+    "archive_unsafe_path": "the archive names a path outside itself",
+    "archive_link": "the archive holds a link",
+    "archive_special": "the archive holds a device, FIFO or other special file",
+    "archive_duplicate_entry": "the archive holds two entries of one name",
+    "too_large": "the source unpacks to more than the limit",
+    "image_missing": "no image was sent in the request",
+    "image_corrupt": "the image cannot be decoded",
+    "image_truncated": "the image ends before its data does",
+    "image_too_large": "the image has more pixels or bytes than the limit",
+    "not_an_image": "the bytes are not an image",
+    "unsupported_format": "the image's format is not on the list of allowed formats",
+    "empty_file": "the file has no bytes",
+    "symlink": "a symbolic link, never followed",
+    "not_a_regular_file": "a FIFO, device or socket",
+    "unreadable": "the file cannot be opened",
+    "bad_file_name": "the file's name cannot be stored as text",
+    "validation_failed": "the data failed its validation suite",
+    "artifact_missing": "a file that an earlier stage writes is not there",
+    "artifact_edited": "an artifact's content does not match its own digest",
+    "artifact_foreign": "an artifact was made from other inputs than the ones at hand",
+    "artifact_format": "an artifact was written in a format that this version does not read",
+    "no_verdict": "there is no gate decision for this model",
+    "rejected": "the gate rejected this model",
+    "stale_verdict": "the champion changed after the gate compared with it",
+    "unknown_model": "no model of that name",
+    "training_failed": "a rank died and its restarts are used up",
+    "loss_not_finite": "the loss became NaN or infinite",
+    "export_mismatch": "the exported ONNX model answers differently from the trained one",
+    "checkpoint_corrupt": "a checkpoint cannot be read or fails its digest",
+    "registry_unavailable": "the MLflow tracking store cannot be reached",
+    "port_taken": "the port is in use by another program",
+    "service_not_ready": "the new service did not become ready in time",
+    "smoke_test_failed": "the new service answers differently from the evaluation",
+    "lock_busy": "another run holds the pipeline's lock",
+    "disk_full": "no space is left on the device",
+    "stage_failed": "a stage ended with an error that is not listed here: a bug",
+    "unknown_option": "the command does not take that option",
+}
+
+
+class TrainyardError(Exception):
+    """Base of every error meant for a user.
+
+    ``code`` is a key of CODES; ``what`` a short clause; ``value`` what was found; ``constraint`` what it must be;
+    ``knob`` what the user can change. The rendered message is always one line.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, code: str, what: str, *, value: object = None, constraint: str = "", knob: str = "") -> None:
+        assert code in CODES, f"unlisted error code {code!r}"
+        self.code = code
+        self.what = what
+        self.value = value
+        self.constraint = constraint
+        self.knob = knob
+        parts = [what]
+        if value is not None:
+            parts.append(f"got {value}")
+        if constraint:
+            parts.append(f"must be {constraint}")
+        if knob:
+            parts.append(f"set {knob}")
+        super().__init__(_one_line("; ".join(parts)))
+
+    def __str__(self) -> str:
+        return f"error[{self.code}]: {super().__str__()}"
+
+
+class BadInput(TrainyardError):
+    """The data, params or command are wrong: retrying cannot help."""
+
+
+class Transient(TrainyardError):
+    """Something outside is away for now: retrying can help. Exit code 75 (EX_TEMPFAIL)."""
+
+    exit_code = 75
+
+
+class Rejected(TrainyardError):
+    """The gate's normal "no". Exit code 3."""
+
+    exit_code = 3
+
+
+def _one_line(text: str) -> str:
+    """``text`` with control characters escaped, so that no name from a data set can forge a log line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def run(main: Callable[[], None]) -> int:
+    """Call ``main`` and return the process's exit code, printing errors as documented above.
+
+    0 success, 2 bad input, 3 rejected, 75 transient, 130 interrupted; a bug keeps its traceback and returns 1.
+    """
+    debug = os.environ.get("TRAINYARD_DEBUG", "") not in ("", "0")
+    if "--debug" in sys.argv:
+        sys.argv.remove("--debug")
+        debug = True
+        os.environ["TRAINYARD_DEBUG"] = "1"
+    try:
+        main()
+    except TrainyardError as error:
+        return _report(error, debug)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        full = Transient("disk_full", "writing failed", value=error.filename, constraint="on a disk with free space")
+        return _report(full, debug)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _report(error: TrainyardError, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    print(error, file=sys.stderr, flush=True)
+    return error.exit_code

@@ -1,0 +1,125 @@
+"""Files that are whole or absent: canonical JSON, digests, atomic publishing, and a lock that waits."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import Transient
+
+STATE = Path(".trainyard")
+"""Machine-local state (checkpoints, servers, locks), git-ignored, below the project's root."""
+
+
+def canonical_json(value: Any) -> bytes:
+    """UTF-8 JSON with sorted keys, two-space indent, no NaN and a final newline: equal values give equal bytes."""
+    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def digest_of(value: Any) -> str:
+    """Hex sha256 of ``value`` as canonical JSON."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write aside in the same folder, fsync, rename: readers see the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+            os.fchmod(handle.fileno(), 0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make renames in ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def publish_dir(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``target`` to fill; on success it takes ``target``'s place, on error it vanishes.
+
+    Write the marker file (the artifact's JSON) last. A crash between the two renames leaves no ``target`` at all,
+    which every reader treats as "not made yet"; left-over siblings are removed on the next call.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for stale in target.parent.glob(f".{target.name}.*.part"):
+        shutil.rmtree(stale, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        work.chmod(0o755)
+        yield work
+        for path in work.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        old = None
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+            target.replace(old)
+        work.replace(target)
+        fsync_dir(target.parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def file_lock(path: Path, timeout_s: float, what: str) -> Iterator[None]:
+    """Hold an advisory lock on ``path``, waiting up to ``timeout_s`` seconds with jitter.
+
+    The kernel frees the lock when its holder dies, so it is never stale. Raises Transient ``lock_busy``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as handle:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    handle.seek(0)
+                    raise Transient(
+                        "lock_busy",
+                        f"{what} is in use",
+                        value=f"holder {handle.read().strip() or 'unknown'} after {timeout_s:.0f} s",
+                        constraint="free",
+                        knob="TRAINYARD_LOCK_TIMEOUT_S, or wait for the other run",
+                    ) from None
+                time.sleep(random.uniform(0.05, 0.25))
+        handle.seek(0)
+        handle.truncate()
+        handle.write(f"pid {os.getpid()}")
+        handle.flush()
+        yield

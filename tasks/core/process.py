@@ -1,0 +1,134 @@
+"""Child processes that cannot outlive their parent, with their lines streamed to whoever watches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+QUIET = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "GX_ANALYTICS_ENABLED": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "BENTOML_DO_NOT_TRACK": "True",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+}
+"""Telemetry off, and the two server settings a small machine needs. The Makefile exports the same block."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def quiet_environment() -> None:
+    """Put QUIET into this process's environment where the user has not set something else."""
+    for key, value in QUIET.items():
+        os.environ.setdefault(key, value)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to SIGTERM this process when its parent dies, so that a killed DVC leaves no orphan trainer.
+
+    Elsewhere than on Linux it does nothing. The signal is tied to the parent's thread that started us.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class ChildResult:
+    """How a child ended: exit code (negative: signal number), its last lines, seconds."""
+
+    returncode: int
+    tail: tuple[str, ...]
+    seconds: float
+
+
+def run_child(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    on_line: Callable[[str], None],
+    env: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> ChildResult:
+    """Run ``command`` in its own process group, passing each output line (stdout and stderr together) to ``on_line``.
+
+    If the caller is interrupted, cancelled or times out, the whole group gets SIGTERM and, 10 s later, SIGKILL.
+    Raises subprocess.TimeoutExpired after ``timeout_s`` seconds.
+    """
+    start = time.monotonic()
+    child = subprocess.Popen(
+        list(command),
+        cwd=cwd,
+        env={**os.environ, **QUIET, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="backslashreplace",
+        bufsize=1,
+        start_new_session=True,
+    )
+    tail: deque[str] = deque(maxlen=80)
+    timed_out = threading.Event()
+    timer: threading.Timer | None = None
+    if timeout_s is not None:
+
+        def time_out() -> None:
+            timed_out.set()
+            end_group(child.pid)
+
+        timer = threading.Timer(timeout_s, time_out)
+        timer.daemon = True
+        timer.start()
+    try:
+        assert child.stdout is not None
+        for raw in child.stdout:
+            line = raw.rstrip()
+            tail.append(line)
+            on_line(line)
+        child.wait()
+    finally:
+        if timer is not None:
+            timer.cancel()
+        if child.poll() is None:
+            end_group(child.pid)
+            child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+    if timed_out.is_set():
+        raise subprocess.TimeoutExpired(list(command), timeout_s or 0.0)
+    return ChildResult(child.returncode, tuple(tail), time.monotonic() - start)
+
+
+def end_group(pid: int, grace_s: float = 10.0) -> None:
+    """SIGTERM the process group led by ``pid``; SIGKILL what is left of it after ``grace_s`` seconds."""
+    for sig, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 2.0)):
+        try:
+            os.killpg(pid, sig)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # a zombie leader would keep the group alive
+            try:
+                os.killpg(pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)

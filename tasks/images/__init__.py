@@ -1,0 +1,1 @@
+"""Pixels: decoding, the packed cache, batched augmentation. Imports only tasks.core."""
