@@ -31,7 +31,10 @@ setup:  ## install the locked environment into .venv; skipped when requirements.
 	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock; \
 	  cp requirements.lock $(VENV)/requirements.lock; }
 
+# A run without a server of its own keeps Prefect's database in the project.
+run: export PREFECT_HOME ?= $(CURDIR)/.trainyard/prefect
 run: setup  ## data -> validated -> trained -> judged -> registered -> packaged -> deployed
+	@mkdir -p "$$PREFECT_HOME"
 	@$(PY) -m flows.retrain
 
 test: setup  ## every test

@@ -5,6 +5,7 @@ Run here: make run, or python -m flows.retrain. On a worker: prefect deployment 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -32,6 +33,7 @@ from tasks.core.artifacts import (
     TrainingSet,
     ValidationReport,
 )
+from tasks.core.config import load_params
 from tasks.core.errors import BadInput, TrainyardError
 from tasks.core.process import quiet_environment
 
@@ -76,7 +78,7 @@ def retrain(overrides: dict[str, dict[str, Any]] | None = None, reason: str = "a
         package(root)
         deploy(root)
         publish_summary(root, reasons)
-        return Completed(message="; ".join(summary_lines(root, reasons)))
+        return Completed(message="; ".join(reasons))
 
 
 class _NoTraceback(logging.Filter):
@@ -103,17 +105,18 @@ def _overrides(arguments: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the flow here, without a worker, and end with the summary."""
+    """Run the flow here, without a worker, and end with the summary or one error line."""
     quiet_environment()
+    load_params()  # a typo is said at once, before a server starts
+    last_words: list[str] = []
+    atexit.register(lambda: print(*last_words, sep="\n", end="", file=sys.stderr, flush=True))  # after Prefect's own farewell
     if os.environ.get("TRAINYARD_DEBUG", "") in ("", "0"):
         for name in ("prefect", "prefect.flow_runs", "prefect.task_runs"):
             logging.getLogger(name).addFilter(_NoTraceback())
     state = retrain(_overrides(sys.argv[1:]), return_state=True)
     result = state.result(raise_on_failure=False)
-    if isinstance(result, TrainyardError):
-        raise result
-    if isinstance(result, StageFailed):
-        print(result, file=sys.stderr)
+    if isinstance(result, StageFailed | TrainyardError):
+        last_words.append(f"{result}\n")
         sys.exit(result.exit_code)
     if not state.is_completed():
         state.result()

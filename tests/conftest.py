@@ -1,0 +1,94 @@
+"""Real projects for tests: a copy of this tree in a new git repository, and one on which the whole flow has run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tasks.core.config import apply_overrides
+from tasks.core.process import QUIET
+
+ROOT = Path(__file__).parents[1]
+GIT_AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (("NAME", "Test"), ("EMAIL", "test@localhost"))}
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project folder, how its flow ended there, and how long it took in seconds."""
+
+    root: Path
+    output: str = ""
+    seconds: float = 0.0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment without Prefect's and MLflow's settings, with the project's own homes."""
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "TRAINYARD_", "BENTOML_"))}
+        home = {"PREFECT_HOME": str(self.root / ".trainyard" / "prefect"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        return {**clean, **QUIET, **GIT_AUTHOR, **home}
+
+    def run(self, *command: str, check: bool = True, timeout_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the project; with ``check``, its output is shown when it fails."""
+        done = subprocess.run(
+            command, cwd=self.root, env={**self.environment, **environment}, capture_output=True, text=True, check=False, timeout=timeout_s
+        )
+        assert done.returncode == 0 or not check, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def python(self, *arguments: str, check: bool = True, timeout_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
+        """``python ARGUMENTS`` in the project, such as ``-m tasks.train``."""
+        return self.run(sys.executable, *arguments, check=check, timeout_s=timeout_s, **environment)
+
+    def retrain(self, *overrides: str, check: bool = True) -> Project:
+        """Run the flow; the returned project holds what it printed."""
+        start = time.monotonic()
+        done = self.python("-m", "flows.retrain", *overrides, check=check)
+        return Project(self.root, done.stdout + done.stderr, time.monotonic() - start)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_project(folder: Path, **overrides: dict[str, object]) -> Project:
+    """Copy this tree (what git tracks or would track) into ``folder``, commit it there, and give it a port of its own."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        source = ROOT / name
+        if source.is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name)
+    apply_overrides({"deploy": {"port": free_port()}, **overrides}, folder / "params.yaml")
+    (folder / ".trainyard" / "prefect").mkdir(parents=True)
+    project = Project(folder)
+    for command in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-qm", "start"]):
+        project.run("git", *command)
+    return project
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    """A fresh project; what it deployed is stopped afterwards."""
+    made = make_project(tmp_path / "project")
+    yield made
+    made.python("-m", "tasks.deploy", "--stop", check=False)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """A project on which the whole flow has run once on the embedded data. Tests must leave it as it is."""
+    made = make_project(tmp_path_factory.mktemp("finished") / "project")
+    yield made.retrain()
+    made.python("-m", "tasks.deploy", "--stop", check=False)

@@ -1,0 +1,90 @@
+"""Child processes under attack: a killed parent, a cancelled caller, a time limit, output that never ends its line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.core.process import run_child
+
+ROOT = Path(__file__).parents[1]
+GRANDCHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+TWO_STREAMS = """
+import sys
+print("one", flush=True)
+print("two", file=sys.stderr, flush=True)
+sys.stdout.write("no newline")
+sys.exit(7)
+"""
+STAGE = """
+from tasks.core.process import die_with_parent
+die_with_parent()
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    """Whether process ``pid`` ends (or is a zombie that waits for its parent) within some seconds."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_lines_arrive_in_order_and_the_exit_code_is_kept(tmp_path: Path) -> None:
+    lines: list[str] = []
+    result = run_child([sys.executable, "-u", "-c", TWO_STREAMS], cwd=tmp_path, on_line=lines.append)
+    assert result.returncode == 7
+    assert lines == ["one", "two", "no newline"]
+    assert result.tail == tuple(lines)
+
+
+def test_an_interrupted_caller_ends_the_whole_group(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def interrupt(line: str) -> None:
+        pids.append(int(line))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_child([sys.executable, "-c", GRANDCHILD], cwd=tmp_path, on_line=interrupt)
+    assert gone(pids[0])
+
+
+def test_a_time_limit_ends_the_whole_group(tmp_path: Path) -> None:
+    pids: list[int] = []
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_child([sys.executable, "-c", GRANDCHILD], cwd=tmp_path, on_line=lambda line: pids.append(int(line)), timeout_s=1.0)
+    assert gone(pids[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_stage_dies_with_a_parent_that_was_killed() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {STAGE!r}])"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert gone(pid)

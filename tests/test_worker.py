@@ -1,0 +1,87 @@
+"""The third door: a real Prefect server, `prefect deploy --all`, a real worker, and `prefect deployment run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from conftest import Project, free_port
+
+from tasks.core.artifacts import Endpoint
+from tasks.core.config import load_params
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def background(project: Project, log: str, *command: str, **environment: str) -> Iterator[None]:
+    """A server in its own process group for the length of a block."""
+    with (project.root / ".trainyard" / log).open("w") as output:
+        child = subprocess.Popen(
+            command, cwd=project.root, env={**project.environment, **environment}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield
+        finally:
+            for sig in (signal.SIGTERM, signal.SIGKILL):
+                try:
+                    os.killpg(child.pid, sig)
+                    child.wait(timeout=15)
+                except (ProcessLookupError, subprocess.TimeoutExpired):
+                    continue
+
+
+def wait_for(url: str, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=2).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, f"{url} did not answer"
+            time.sleep(0.5)
+
+
+def test_the_readmes_three_commands(project: Project) -> None:
+    port = free_port()
+    api = {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
+    with background(project, "server.log", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)):
+        wait_for(f"http://127.0.0.1:{port}/api/health")
+        project.run("prefect", "work-pool", "create", "trainyard", "--type", "process", **api)
+        project.run("prefect", "--no-prompt", "deploy", "--all", **api)
+        listed = project.run("prefect", "deployment", "ls", **api).stdout
+        assert "retrain/manual" in listed
+        assert "retrain/nightly" in listed
+        nightly = json.loads(project.run("prefect", "deployment", "inspect", "retrain/nightly", "--output", "json", **api).stdout)
+        assert nightly["schedules"][0]["schedule"]["timezone"] == "Europe/London"
+        with background(project, "worker.log", "prefect", "worker", "start", "--pool", "trainyard", PREFECT_WORKER_QUERY_SECONDS="1", **api):
+            overrides = 'overrides={"train":{"epochs":8}}'
+            command = ("prefect", "deployment", "run", "retrain/manual", "--param", overrides, "--watch", "--watch-interval", "2")
+            watched = project.run(*command, check=False, timeout_s=240, **api)
+            log = (project.root / ".trainyard" / "worker.log").read_text(encoding="utf-8")
+            assert watched.returncode == 0, f"{watched.stdout}\n{watched.stderr}\n{log}"
+            assert load_params(project.root / "params.yaml").train.epochs == 8
+            endpoint = Endpoint.load(project.root)
+            with urllib.request.urlopen(f"{endpoint.url}/provenance", timeout=10) as answer:
+                assert json.load(answer)["tag"] == endpoint.tag
+            runs = json.loads(
+                urllib.request.urlopen(
+                    urllib.request.Request(
+                        f"{api['PREFECT_API_URL']}/logs/filter", data=b'{"limit": 200}', headers={"Content-Type": "application/json"}, method="POST"
+                    ),
+                    timeout=10,
+                ).read()
+            )
+            said = "\n".join(entry["message"] for entry in runs)
+            assert "epoch 8/8" in said  # the child's lines reached the flow run's log
+            project.run("prefect", "deployment", "run", "retrain/nightly", "--watch", "--watch-interval", "2", timeout_s=120, **api)
+            assert "nothing changed (nightly)" in project.run("prefect", "flow-run", "ls", "--state", "Unchanged", **api).stdout or "Unchanged" in (
+                project.root / ".trainyard" / "worker.log"
+            ).read_text(encoding="utf-8")
