@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
-from tasks.images.decode import load_pixels
 
+from tasks.backends import serving
 from tasks.core.artifacts import (
+    BentoRef,
     ChampionRef,
     CheckResult,
     ClassScore,
@@ -38,12 +41,14 @@ from tasks.core.artifacts import (
     lineage,
 )
 from tasks.core.files import sha256_file
+from tasks.deploy import install
+from tasks.images.decode import load_pixels
 
 REPO = Path(__file__).resolve().parents[1]
 CLASSES = ("blue", "green", "red")
 COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (220, 30, 20)}
 SIZE = 8
-DECODE = DecodeSpec(image_size=SIZE, resize="stretch", max_pixels=1_000_000, max_bytes=1_000_000, background=(255, 255, 255))
+DECODE = DecodeSpec(image_size=SIZE, resize="stretch", max_pixels=50_000_000, max_bytes=52_428_800, background=(255, 255, 255))
 
 
 class Picture(NamedTuple):
@@ -225,3 +230,24 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@dataclass(frozen=True)
+class Running:
+    """A served Bento."""
+
+    url: str
+    tag: str
+    root: Path
+
+
+@contextmanager
+def serve_bento(bento: BentoRef, root: Path) -> Iterator[Running]:
+    """Serve the archive on a free port until the block ends, with the code that deploy uses."""
+    folder = install(bento, root)
+    server = serving.launch(root, folder, bento.tag, "127.0.0.1", free_port())
+    try:
+        serving.wait_ready(root, server, 90.0, lambda: serving.served_tag(server.url) == bento.tag)
+        yield Running(server.url, bento.tag, root)
+    finally:
+        serving.sweep(root, keep=None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import io
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError
 from ruamel.yaml.error import YAMLError
@@ -35,6 +36,9 @@ class IngestConfig(Section):
     location: str = Field("", description="path that the source reads; empty for digits")
     shard_mb: float = Field(128.0, gt=0.0, le=4096.0, description="largest shard in MB (10^6 bytes of images)")
     push: bool = Field(True, description="push the new data version to the default DVC remote, where one is set")
+    max_file_bytes: int = Field(67_108_864, ge=1, description="largest file that is stored, in bytes; larger ones are set aside")
+    max_unpacked_bytes: int = Field(10_737_418_240, ge=1, description="largest archive, unpacked, in bytes")
+    max_unpacked_ratio: float = Field(200.0, ge=1.0, description="largest unpacked size of an archive over its packed size, from 10 MiB")
 
 
 class ValidateConfig(Section):
@@ -165,19 +169,29 @@ class PackageConfig(Section):
     threads: int = Field(2, ge=1, le=256, description="requests answered at once in each process")
     max_request_bytes: int = Field(16_777_216, ge=1024, description="largest request body in bytes (413 above)")
     max_batch: int = Field(64, ge=1, le=1024, description="most images in one classify_batch request (413 above)")
+    max_concurrency: int = Field(64, ge=1, le=4096, description="most requests at once in each process, waiting ones included (429 above)")
     timeout_s: float = Field(30.0, gt=0.0, description="longest time for one request in seconds")
 
 
 class DeployConfig(Section):
     """Where the service listens and what it must answer before it takes over."""
 
-    host: str = Field("127.0.0.1", description="address to bind")
+    host: str = Field("127.0.0.1", description="address to bind: 127.0.0.1 for this machine only, 0.0.0.0 for all")
     port: int = Field(3000, ge=1, le=65_535, description="public port")
     ready_timeout_s: float = Field(60.0, gt=0.0, description="longest wait for the new service to be ready in seconds")
     smoke_images: int = Field(20, ge=1, description="held-out raw image files sent to the new service")
     max_probability_difference: float = Field(
         1e-3, gt=0.0, lt=1.0, description="largest difference of any probability between service and evaluation"
     )
+
+    @field_validator("host")
+    @classmethod
+    def _address(cls, host: str) -> str:
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise ValueError("an IP address such as 127.0.0.1 or 0.0.0.0") from None
+        return host
 
 
 class Params(Section):
