@@ -28,6 +28,8 @@ PYTHON = sys.executable
 ENVIRONMENT = {"PATH": f"{Path(PYTHON).parent}{os.pathsep}{os.environ.get('PATH', '')}", "PYTHONUNBUFFERED": "1"}
 ERROR_LINE = re.compile(r"error\[(?P<code>[a-z_]+)\]: .*")
 EXIT_CODE = re.compile(r"exited with (?P<code>\d+)")
+CHATTER = re.compile(r"To track the changes|To enable auto staging|\s+(git add|dvc config) |Use `dvc push`|(Updating|Generating) lock file")
+"""Advice that DVC repeats after each stage."""
 DVC_BUSY = "Unable to acquire lock"
 TRANSIENT_EXIT = 75
 A = TypeVar("A", bound=Artifact)
@@ -50,8 +52,7 @@ def dvc_stage(name: str, artifact: type[A], *, forced_when: Callable[[Path], boo
         ran = any(line.startswith(f"Running stage '{name}'") for line in lines)
         return _reference(artifact, root, ran)
 
-    bring: Callable[[Path], A] = _as_task(bring_up_to_date, name, ["dvc-stage"])
-    return bring
+    return _as_task(bring_up_to_date, name, ["dvc-stage"])
 
 
 def effect(name: str, artifact: type[A], *arguments: str) -> Callable[[Path], A]:
@@ -61,12 +62,13 @@ def effect(name: str, artifact: type[A], *arguments: str) -> Callable[[Path], A]
         _run([PYTHON, "-m", f"tasks.{name}", *arguments], root, name)
         return _reference(artifact, root, ran=True)
 
-    bring: Callable[[Path], A] = _as_task(act, "-".join([name, *arguments]).replace("--", ""), ["effect"])
-    return bring
+    return _as_task(act, "-".join([name, *arguments]).replace("--", ""), ["effect"])
 
 
 def find_changes(root: Path) -> list[str]:
     """Why the pipeline has something to do, in words; empty where nothing changed and the right model is in service."""
+    if not (root / "dvc.lock").exists():
+        return ["first run"]
     output = _run([PYTHON, "-m", "dvc", "status", "--json"], root, "dvc status", quiet=True)
     status = json.loads(next((line for line in reversed(output) if line.startswith("{")), "{}"))
     reasons = explain_status(status)
@@ -126,8 +128,8 @@ def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> boo
 
 
 def _as_task(function: Callable[[Path], State[Any]], name: str, tags: Sequence[str]) -> Callable[[Path], Any]:
-    """A Prefect task of ``function``; called in a flow it returns the data of the state that ``function`` returns."""
-    return Task(
+    """Run ``function`` as a Prefect task whenever the result is called in a flow; returns the data of its final state."""
+    bound: Task[[Path], Any] = Task(
         function,
         name=name,
         tags=list(tags),
@@ -138,6 +140,11 @@ def _as_task(function: Callable[[Path], State[Any]], name: str, tags: Sequence[s
         cache_policy=NO_CACHE,
         persist_result=False,
     )
+
+    def bring(root: Path) -> Any:
+        return bound(root, return_state=True).result()
+
+    return bring
 
 
 def _reference(artifact: type[Artifact], root: Path, ran: bool) -> State[Any]:
@@ -154,7 +161,7 @@ def _run(command: Sequence[str], root: Path, name: str, quiet: bool = False) -> 
 
     def on_line(line: str) -> None:
         lines.append(line)
-        if line.strip() and not quiet:
+        if line.strip() and not quiet and not CHATTER.match(line):
             logger.info(line)
 
     result = run_child(command, cwd=root, on_line=on_line, env=ENVIRONMENT)

@@ -150,9 +150,10 @@ def _client(root: Path) -> Iterator[Any]:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     import logging
 
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     import mlflow
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
     from sqlalchemy.exc import OperationalError
@@ -242,8 +243,8 @@ def _record(client: Any, root: Path, experiment: str, model_digest: str, record:
 
 def _log_numbers(client: Any, run_id: str, record: RunRecord) -> None:
     import mlflow
-    import pandas as pd
-    from mlflow.data import from_pandas
+    from mlflow.data.meta_dataset import MetaDataset
+    from mlflow.data.sources import LocalArtifactDatasetSource
     from mlflow.entities import Metric, Param
 
     now = int(time.time() * 1000)
@@ -257,5 +258,5 @@ def _log_numbers(client: Any, run_id: str, record: RunRecord) -> None:
         client.log_batch(run_id, metrics=metrics[start : start + 1000])
     for start in range(0, len(params), 100):
         client.log_batch(run_id, params=params[start : start + 100])
-    frame = pd.DataFrame({"dataset": [record.dataset_name]})
-    mlflow.log_input(from_pandas(frame, source="data.dvc", name=record.dataset_name, digest=record.dataset_digest[:36]), context="training")
+    dataset = MetaDataset(LocalArtifactDatasetSource("data.dvc"), name=record.dataset_name, digest=record.dataset_digest[:36])
+    mlflow.log_input(dataset, context="training")

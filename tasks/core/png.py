@@ -16,7 +16,8 @@ def encode_png(pixels: bytes, width: int, height: int, channels: int) -> bytes:
     """
     stride = width * channels
     assert channels in _COLOUR_TYPE, f"{channels} channels"
-    assert width > 0 and len(pixels) == height * stride, f"{len(pixels)} bytes for {width} x {height} x {channels}"
+    assert stride > 0, "no pixels"
+    assert len(pixels) == height * stride, f"{len(pixels)} bytes for {width} x {height} x {channels}"
     lines = b"".join(b"\0" + pixels[at : at + stride] for at in range(0, len(pixels), stride))
     blocks = [lines[at : at + _STORED_MAX] for at in range(0, len(lines), _STORED_MAX)]
     stored = b"".join(struct.pack("<BHH", block is blocks[-1], len(block), len(block) ^ 0xFFFF) + block for block in blocks)

@@ -1,0 +1,116 @@
+"""report.html of a validation: one self-contained page, without script or network, equal for equal data on every machine."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasks.core.artifacts import SPLITS, CheckResult, DatasetRef, ValidationReport
+from tasks.core.png import encode_png
+from tasks.images.table import ImageRecord
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+MOST_CLASSES = 200
+"""Classes that get a bar; the largest ones are shown."""
+MOST_SAMPLED = 40
+"""Classes whose samples are shown, the first by name."""
+MOST_LISTED = 200
+"""Names in each list of files that were set aside."""
+BINS = 12
+
+
+def render_page(ref: DatasetRef, report: ValidationReport, records: Sequence[ImageRecord], thumbnails: Mapping[str, Sequence[np.ndarray]]) -> str:
+    """The page as HTML. ``thumbnails``: class -> small pictures, uint8 [H, W, 3]. Every name from the data is escaped."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["count"] = lambda number: f"{number:,}"
+    environment.filters["visible"] = visible
+    sound = [record for record in records if not record.code]
+    sampled = [(name, [data_uri(picture) for picture in thumbnails[name]]) for name in ref.classes if thumbnails.get(name)]
+    page: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        report=report,
+        checks=[(check, shown(check)) for check in report.checks],
+        failed=[check.name for check in report.checks if not check.passed],
+        digest=ref.digest,
+        total_bytes=megabytes(sum(record.bytes for record in records)),
+        classes=_class_bars(ref, sound),
+        class_total=len(ref.classes),
+        splits=[(split, ref.splits[split]) for split in SPLITS if split in ref.splits],
+        sampled=sampled[:MOST_SAMPLED],
+        unsampled=max(0, len(sampled) - MOST_SAMPLED),
+        histograms=_histograms(records),
+        formats=Counter(f"{record.format}, {record.mode}" for record in records if record.format).most_common(),
+        quarantined=[record for record in records if record.code][:MOST_LISTED],
+        quarantined_codes=sorted(Counter(item.code for item in report.quarantined).items()),
+        set_aside=ref.set_aside[:MOST_LISTED],
+        set_aside_total=len(ref.set_aside),
+        set_aside_codes=sorted(Counter(item.code for item in ref.set_aside).items()),
+        ignored=ref.ignored,
+        listed=MOST_LISTED,
+    )
+    return page
+
+
+def visible(text: str) -> str:
+    """A name with control and direction characters spelled out, so that it looks like what it is."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def shown(check: CheckResult) -> str:
+    """A check's value for people."""
+    if isinstance(check.value, float):
+        return f"{check.value:,.4f}".rstrip("0").rstrip(".")
+    if check.value is None:
+        return "none"
+    return f"{check.value:,}" if isinstance(check.value, int) else check.value
+
+
+def megabytes(size: int) -> str:
+    """``size`` in bytes, as kB or MB (powers of ten)."""
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+
+
+def data_uri(picture: np.ndarray) -> str:
+    """A small picture (uint8 [H, W, 3]) as a data: URI."""
+    height, width, channels = picture.shape
+    png = encode_png(np.ascontiguousarray(picture).tobytes(), width, height, channels)
+    return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
+
+
+def _class_bars(ref: DatasetRef, sound: Sequence[ImageRecord]) -> list[dict[str, Any]]:
+    count = Counter(record.label for record in sound)
+    largest = max(count.values(), default=1)
+    rows = [
+        {"name": name, "images": count[name], "percent": 100 * count[name] / largest, "bad": ref.counts[name] - count[name]} for name in ref.classes
+    ]
+    kept = {name for name, _ in sorted(((name, -count[name]) for name in ref.classes), key=lambda pair: pair[1])[:MOST_CLASSES]}
+    return [row for row in rows if row["name"] in kept]
+
+
+def _histograms(records: Sequence[ImageRecord]) -> list[dict[str, Any]]:
+    sizes = {
+        "width, px": [record.width for record in records if record.width],
+        "height, px": [record.height for record in records if record.height],
+        "file size, bytes": [record.bytes for record in records if record.bytes],
+    }
+    return [{"title": title, **_histogram(values)} for title, values in sizes.items() if values]
+
+
+def _histogram(values: Sequence[int]) -> dict[str, Any]:
+    """Equal-width bins; one bin where all values are equal."""
+    low, high = min(values), max(values)
+    width = max(1, math.ceil((high - low + 1) / BINS))
+    counts = Counter((value - low) // width for value in values)
+    top = max(counts.values())
+    bins = [
+        {"from": low + index * width, "to": min(high, low + (index + 1) * width - 1), "count": counts[index], "percent": 100 * counts[index] / top}
+        for index in range((high - low) // width + 1)
+    ]
+    return {"low": low, "high": high, "median": sorted(values)[len(values) // 2], "bins": bins}

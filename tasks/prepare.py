@@ -1,0 +1,170 @@
+"""Split the sound images for good and decode each once into the packed pixel cache.
+
+    python -m tasks.prepare      in a project's root; reads data/ and artifacts/validation, writes artifacts/cache
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.core import errors
+from tasks.core.artifacts import SPLITS, DatasetRef, DecodeSpec, ImageCache, Split, ValidationReport, file_digests, lineage
+from tasks.core.config import PrepareConfig, load_params
+from tasks.core.errors import BadInput
+from tasks.core.files import canonical_json, digest_of, publish_dir, write_atomic
+from tasks.core.process import die_with_parent, quiet_environment
+
+if TYPE_CHECKING:
+    from tasks.images.cache import CacheWriter, Entry
+    from tasks.images.shards import ImageRow
+
+FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("u8", "parquet"))
+KNOB = "dvc repro validate"
+THREADS_FROM, THREADS_FROM_EACH = 4_000_000, 16_000
+"""Bytes of all images, and of the mean image, from which threads pay: Pillow lets go of the interpreter lock while it decodes
+and resizes, but with small pictures most of the time goes to Python itself."""
+CHUNK_IMAGES, CHUNK_BYTES = 32, 1_000_000
+"""A thread takes images until either is reached."""
+
+
+def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, out: Path) -> ImageCache:
+    """Write artifacts/cache below ``out``: all of it, index.json last, or nothing.
+
+    Every sound image of ``report``'s table gets its sticky split (tasks.images.splits) and is decoded and resized once. The
+    table is held in memory, pixels and encoded bytes are not. Raises BadInput ``validation_failed``, ``artifact_foreign``,
+    ``artifact_edited``, ``class_too_small``, ``class_not_in_train``, ``group_straddles``, or an image's own code where it no
+    longer decodes.
+    """
+    from tasks.images.cache import CacheWriter, digest_of_labels
+
+    report.require_made_from(ref)
+    if not report.success:
+        failed = ", ".join(check.name for check in report.checks if not check.passed)
+        raise BadInput("validation_failed", "the data failed its validation", value=failed or None, constraint="a passed report", knob="the data")
+    report.verify()
+    decode = DecodeSpec(image_size=config.image_size, resize=config.resize, **config.decode.model_dump())
+    entries = _entries(ref, report, config)
+    with publish_dir((out / ImageCache.PATH).parent) as folder:
+        with CacheWriter(folder, decode.image_size, entries) as writer:
+            _decode_all(ref, decode, writer)
+            writer.write_tables()
+        cache = ImageCache(
+            made_from=lineage(ref, report),
+            files=file_digests(folder, *FILES),
+            classes=ref.classes,
+            counts={split: len(entries[split]) for split in SPLITS},
+            decode=decode,
+            test_digest=digest_of_labels(entries["test"], ref.classes),
+        )
+        cache = cache.model_copy(update={"digest": digest_of(cache.content())})
+        write_atomic(folder / Path(ImageCache.PATH).name, canonical_json(cache.model_dump(mode="json")))
+    return ImageCache.load(out)
+
+
+def _entries(ref: DatasetRef, report: ValidationReport, config: PrepareConfig) -> dict[Split, list[Entry]]:
+    """The sound images of the validation table by split, each split in the cache's row order."""
+    import pyarrow.parquet as pq
+
+    from tasks.images.cache import Entry
+    from tasks.images.splits import Member, check_classes, splitter
+
+    index = {name: position for position, name in enumerate(ref.classes)}
+    assign = splitter(ref, config)
+    entries: dict[Split, list[Entry]] = {split: [] for split in SPLITS}
+    counts: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
+    seen: set[str] = set()
+    table = pq.ParquetFile(report.path("images.parquet"))
+    for batch in table.iter_batches(columns=["path", "label", "split", "group", "sha256", "reason"]):
+        for row in batch.to_pylist():
+            if row["reason"]:
+                continue
+            if row["label"] not in index:
+                raise BadInput("artifact_foreign", "the validation report names a class that the data lacks", value=row["label"], knob=KNOB)
+            if row["sha256"] in seen:
+                raise BadInput("conflicting_label", "the data hold an image twice", value=row["path"], constraint="each image once", knob=KNOB)
+            seen.add(row["sha256"])
+            split = assign.split_of(Member(row["sha256"], row["group"], row["split"]))
+            entries[split].append(Entry(row["sha256"], row["path"], index[row["label"]]))
+            counts[split][row["label"]] += 1
+    check_classes(ref.classes, counts, frozenset(ref.splits))
+    for split in SPLITS:
+        entries[split].sort()
+    return entries
+
+
+def _decode_all(ref: DatasetRef, decode: DecodeSpec, writer: CacheWriter) -> None:
+    """Decode every entry of ``writer``, by threads where there is enough to do; at most a few chunks are held at once."""
+    stored, images = sum((ref.folder / shard.file).stat().st_size for shard in ref.shards), sum(shard.rows for shard in ref.shards)
+    threads = len(os.sched_getaffinity(0)) if stored >= max(THREADS_FROM, images * THREADS_FROM_EACH) else 1
+    chunks = _chunks(ref, writer)
+    if threads == 1:
+        for chunk in chunks:
+            _decode_chunk(chunk, decode, writer)
+    else:
+        with ThreadPoolExecutor(threads, "decode") as pool:
+            waiting: deque[Future[None]] = deque()
+            try:
+                for chunk in chunks:
+                    waiting.append(pool.submit(_decode_chunk, chunk, decode, writer))
+                    while len(waiting) > 2 * threads:
+                        waiting.popleft().result()
+                while waiting:
+                    waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+    missing = writer.missing()
+    if missing:
+        raise BadInput(
+            "artifact_foreign",
+            "the validation report names images that the data lacks",
+            value=f"{len(missing)}, such as {missing[0][:12]}",
+            knob=KNOB,
+        )
+
+
+def _chunks(ref: DatasetRef, writer: CacheWriter) -> Iterator[list[ImageRow]]:
+    """The rows of the data that have a place in the cache, some at a time."""
+    from tasks.images.shards import iter_rows
+
+    chunk: list[ImageRow] = []
+    size = 0
+    for row in iter_rows(ref):
+        if row.sha256 in writer.place:
+            chunk.append(row)
+            size += len(row.data)
+            if len(chunk) >= CHUNK_IMAGES or size >= CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _decode_chunk(chunk: list[ImageRow], decode: DecodeSpec, writer: CacheWriter) -> None:
+    from tasks.images.decode import BadImage, load_pixels
+
+    for row in chunk:
+        try:
+            pixels = load_pixels(row.data, decode)
+        except BadImage as error:
+            raise BadInput(error.code, f"{row.path} was sound when it was validated: {error}", knob="dvc repro --force validate") from None
+        writer.put(row.sha256, pixels)
+
+
+def main() -> None:
+    die_with_parent()
+    quiet_environment()
+    root = Path()
+    cache = prepare(DatasetRef.load(root), ValidationReport.load(root), load_params().prepare, root)
+    size = cache.decode.image_size
+    print(f"prepare: {', '.join(f'{count} {split}' for split, count in cache.counts.items())} images of {size} x {size} in {cache.folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(errors.run(main))

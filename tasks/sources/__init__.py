@@ -1,0 +1,110 @@
+"""Where images come from. A source is opened by name: one of ours, or a plug-in's (entry point group ``trainyard.sources``).
+
+A source is a function of (location, root, limits) that returns an opened Source:
+
+    @source("numbers")
+    def numbers(location: str, root: Path, limits: Limits) -> Source:
+        return Source(items=(Item(name, label, data) for name, label, data in ...))
+
+A package offers it to Trainyard with
+
+    [project.entry-points."trainyard.sources"]
+    numbers = "its_package.module:numbers"
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from tasks.core.artifacts import SetAside, Split
+from tasks.core.errors import BadInput
+
+GROUP = "trainyard.sources"
+BUILT_IN = {name: f"tasks.sources.{name}" for name in ("archive", "digits", "folder")}
+
+
+class Item(NamedTuple):
+    """One file of a source: its name there ("/" between folders), class name, bytes, and split and group where it has them."""
+
+    name: str
+    label: str
+    data: bytes
+    split: Split | None = None
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a source may bring: bytes of one file, bytes of an unpacked archive, and its unpacked over its packed size."""
+
+    max_file_bytes: int = 67_108_864
+    max_unpacked_bytes: int = 10_737_418_240
+    max_unpacked_ratio: float = 200.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened source.
+
+    ``items`` is read once, in an order that depends on the content alone, and holds one file's bytes at a time; a SetAside
+    among them is something that cannot be used, by name and code. ``labels`` are the classes that the source names, those
+    without a file too; a source that learns its classes from its items leaves it empty. ``ignored`` counts junk files.
+    """
+
+    items: Iterable[Item | SetAside]
+    labels: tuple[str, ...] = ()
+    ignored: int = 0
+
+
+Opener = Callable[[str, Path, Limits], Source]
+O = TypeVar("O", bound=Opener)  # noqa: E741
+_OPENERS: dict[str, Opener] = {}
+
+
+def source(name: str) -> Callable[[O], O]:
+    """Register the decorated function as the source ``name``."""
+
+    def register(opener: O) -> O:
+        _OPENERS[name] = opener
+        return opener
+
+    return register
+
+
+def open_source(name: str, location: str, root: Path, limits: Limits = Limits()) -> Source:
+    """Open the source ``name`` at ``location`` (a relative path is relative to ``root``, the project).
+
+    Raises BadInput ``unknown_source`` with the nearest name, or whatever the source itself refuses with.
+    """
+    return _opener(name)(location, root, limits)
+
+
+def names() -> list[str]:
+    """Every name that ``open_source`` takes."""
+    return sorted({*BUILT_IN, *_OPENERS, *(point.name for point in importlib.metadata.entry_points(group=GROUP))})
+
+
+def _opener(name: str) -> Opener:
+    if name not in _OPENERS and name in BUILT_IN:
+        importlib.import_module(BUILT_IN[name])
+    if name in _OPENERS:
+        return _OPENERS[name]
+    for point in importlib.metadata.entry_points(group=GROUP, name=name):
+        try:
+            opener: Opener = point.load()
+        except (ImportError, AttributeError) as error:
+            raise BadInput(
+                "source_unavailable", f"the plug-in of source {name!r} does not load", value=f"{point.value}: {error}", knob="ingest.source"
+            ) from error
+        return opener
+    known = names()
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    raise BadInput(
+        "unknown_source", "no such source", value=repr(name), constraint=near[0] if near else f"one of {', '.join(known)}", knob="ingest.source"
+    )

@@ -1,0 +1,95 @@
+"""A folder of class folders, or of split folders above them. Links are never followed, and only regular files are opened."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tasks.core.artifacts import SetAside
+from tasks.core.errors import BadInput
+from tasks.sources import Item, Limits, Source, source
+from tasks.sources.layout import Place, arrange, is_junk, is_storable, located, printable
+
+
+@source("folder")
+def folder(location: str, root: Path, limits: Limits) -> Source:
+    """Open the folder at ``location``. Names are collected first, files are read one by one, both sorted by name.
+
+    Raises BadInput ``source_unavailable``, ``class_name_collision`` or ``unknown_split``.
+    """
+    path = located(location, root, "a folder of class folders")
+    if not path.is_dir():
+        raise BadInput("source_unavailable", "the source is no folder", value=location, constraint="a folder", knob="ingest.source: archive")
+    found = _walk(path)
+    layout = arrange(found.files, found.folders, unwrap=False)
+    return Source(_items(path, layout.places, found.set_aside, limits), layout.labels, found.ignored + layout.loose)
+
+
+@dataclass
+class _Found:
+    files: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    set_aside: list[SetAside] = field(default_factory=list)
+    ignored: int = 0
+
+
+def _walk(root: Path) -> _Found:
+    """Every name below ``root``, by kind. Iterative: a path may be two thousand folders deep."""
+    found = _Found()
+    waiting = [""]
+    while waiting:
+        base = waiting.pop()
+        try:
+            with os.scandir(root / base) as entries:
+                listed = list(entries)
+        except OSError as error:
+            if not base:
+                raise BadInput("source_unavailable", "the folder cannot be read", value=error.strerror, knob="ingest.location") from error
+            found.set_aside.append(SetAside(name=printable(base), code="unreadable"))
+            continue
+        for entry in listed:
+            name = f"{base}/{entry.name}" if base else entry.name
+            if is_junk(entry.name):
+                found.ignored += 1
+            elif entry.is_symlink():
+                found.set_aside.append(SetAside(name=printable(name), code="symlink"))
+            elif entry.is_dir(follow_symlinks=False):
+                waiting.append(name)
+                if is_storable(name):
+                    found.folders.append(name)
+            elif not entry.is_file(follow_symlinks=False):
+                found.set_aside.append(SetAside(name=printable(name), code="not_a_regular_file"))
+            elif not is_storable(name):
+                found.set_aside.append(SetAside(name=printable(name), code="bad_file_name"))
+            else:
+                found.files.append(name)
+    return found
+
+
+def _items(root: Path, places: dict[str, Place], set_aside: list[SetAside], limits: Limits) -> Iterator[Item | SetAside]:
+    yield from sorted(set_aside, key=lambda item: item.name)
+    for name, place in places.items():
+        content = _read(root / name, limits.max_file_bytes)
+        yield SetAside(name=place.name, code=content) if isinstance(content, str) else Item(place.name, place.label, content, place.split)
+
+
+def _read(path: Path, limit: int) -> bytes | str:
+    """The file's bytes, or the code of why not. What was a file a moment ago may be a link or a FIFO by now."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return "unreadable"
+    with os.fdopen(descriptor, "rb") as handle:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            return "not_a_regular_file"
+        if facts.st_size > limit:
+            return "image_too_large"
+        try:
+            data = handle.read(limit + 1)
+        except OSError:
+            return "unreadable"
+    return data if len(data) <= limit else "image_too_large"

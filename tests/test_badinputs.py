@@ -1,0 +1,109 @@
+"""The catalogue of bad and odd inputs, folder, archive and splits kinds: each comes out as it says, in its time, leaving nothing behind.
+
+Looked for in $TRAINYARD_BADINPUTS or ../shared/badinputs; skipped where it is absent. The image kinds are in test_decode.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.core.artifacts import DatasetRef, ValidationReport
+from tasks.core.config import DecodeConfig, IngestConfig, ValidateConfig
+from tasks.core.errors import BadInput
+from tasks.ingest import ingest
+from tasks.sources.layout import printable
+from tasks.validate import validate
+
+CATALOGUE = Path(os.environ.get("TRAINYARD_BADINPUTS", Path(__file__).parents[2] / "shared" / "badinputs"))
+READERS = ("folder", "archive", "splits")
+LATER = {
+    "dup_metadata_differs": "equal pixels in files that differ: needs pixel digests, a later issue",
+    "leak_reencoded": "near duplicates across splits: a later issue",
+}
+LENIENT = ValidateConfig(min_side_px=1, min_images_per_class=1, min_decodable_share=0.0)
+
+pytestmark = [
+    pytest.mark.skipif(not (CATALOGUE / "cases.json").is_file(), reason="no catalogue in $TRAINYARD_BADINPUTS or ../shared/badinputs"),
+    pytest.mark.timeout(60),
+]
+
+
+def catalogue() -> list[dict[str, Any]]:
+    if not (CATALOGUE / "cases.json").is_file():
+        return []
+    cases: list[dict[str, Any]] = json.loads((CATALOGUE / "cases.json").read_text(encoding="utf-8"))["cases"]
+    return [case for case in cases if case["reader"] in READERS]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked cases; it holds a FIFO, link loops and names that are not UTF-8, so it never lies in a repository."""
+    folder = tmp_path_factory.mktemp("badinputs")
+    with tarfile.open(CATALOGUE / "tree.tar.gz", errors="surrogateescape") as archive:
+        archive.extractall(folder, filter="fully_trusted")
+    return folder
+
+
+def everything_below(folder: Path) -> set[str]:
+    return {os.fsencode(path).decode("utf-8", "backslashreplace") for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in catalogue()])
+def test_case(case: dict[str, Any], tree: Path, tmp_path: Path) -> None:
+    if case["id"] in LATER:
+        pytest.skip(LATER[case["id"]])
+    if case["needs"] == "a user who is not root" and os.geteuid() == 0:
+        pytest.skip("root reads every file")
+    entry = tree / case["entry"]
+    entry.mkdir(exist_ok=True) if case["reader"] != "archive" else None  # an empty folder
+    if case["id"] == "unreadable":
+        (entry / "cat" / "secret.png").chmod(0)
+    before, root = everything_below(tree), tmp_path / "project"
+    root.mkdir()
+    config = IngestConfig(source="archive" if case["reader"] == "archive" else "folder", location=str(entry))
+    start = time.monotonic()
+    refusal: BadInput | None = None
+    ref: DatasetRef | None = None
+    report: ValidationReport | None = None
+    try:
+        ref = ingest(config, root)
+        report = validate(ref, LENIENT, DecodeConfig(), root)
+    except BadInput as error:
+        refusal = error
+    seconds = time.monotonic() - start
+    if refusal and refusal.code == "class_too_small" and "stratified_split" not in case["config"]:
+        # Most cases have two images a class, and we always ask for three splits: look at what else the report says.
+        refusal, report = None, ValidationReport.load(root)
+        assert [check.name for check in report.checks if not check.passed] == ["classes with an image for each split"]
+    assert everything_below(tree) == before, "something was written beside the source"
+    assert set(os.listdir(tmp_path)) == {"project"}
+    if ref is None:
+        assert set(os.listdir(root)) == {".trainyard"}
+        assert seconds < case["limits"].get("max_seconds", 20)
+    if case["behaviour"] == "reject":
+        assert refusal is not None, "it was taken"
+        assert refusal.code == case["code"]
+        assert "\n" not in str(refusal)
+        for name in case["expect"].get("error_names", ()):
+            assert name in str(refusal)
+        return
+    assert refusal is None
+    assert ref is not None
+    assert report is not None
+    expect = case["expect"]
+    assert list(ref.classes) == expect["classes"]
+    assert report.sound == expect["accepted"]
+    assert ref.ignored >= expect.get("ignored_min", 0)
+    aside = {(item.name, item.code) for item in (*ref.set_aside, *report.quarantined)}
+    assert aside == {(printable(name), code) for name, code in expect.get("quarantined", ())}
+
+
+def test_every_later_case_is_still_in_the_catalogue() -> None:
+    assert set(LATER) <= {case["id"] for case in catalogue()}
