@@ -156,7 +156,7 @@ def _preview(samples: np.ndarray, names: Sequence[str], ops: Sequence[dict[str, 
 
         from tasks.images import augment_ops
 
-        images = torch.from_numpy(np.ascontiguousarray(samples)).permute(0, 3, 1, 2).double()
+        images = torch.from_numpy(np.array(samples)).permute(0, 3, 1, 2).double()
         for epoch in range(DRAWS):
             drawn = augment_ops.draw(ops, seed=0, epoch=epoch, step=0, batch=len(samples), size=samples.shape[1])
             pixels = augment_ops.apply(images, ops, drawn).round().clamp(0, 255).byte()

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from tasks.core.process import QUIET
 
 ROOT = Path(__file__).parents[1]
 GIT_AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (("NAME", "Test"), ("EMAIL", "test@localhost"))}
+
+
+Done = subprocess.CompletedProcess[str]
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,17 @@ class Project:
         home = {"PREFECT_HOME": str(self.root / ".trainyard" / "prefect"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         return {**clean, **QUIET, **GIT_AUTHOR, **home}
 
-    def run(self, *command: str, check: bool = True, timeout_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, check: bool = True, timeout_s: float = 280, env: Mapping[str, str] | None = None) -> Done:
         """Run a command in the project; with ``check``, its output is shown when it fails."""
         done = subprocess.run(
-            command, cwd=self.root, env={**self.environment, **environment}, capture_output=True, text=True, check=False, timeout=timeout_s
+            command, cwd=self.root, env={**self.environment, **(env or {})}, capture_output=True, text=True, check=False, timeout=timeout_s
         )
         assert done.returncode == 0 or not check, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def python(self, *arguments: str, check: bool = True, timeout_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
+    def python(self, *arguments: str, check: bool = True, timeout_s: float = 280, env: Mapping[str, str] | None = None) -> Done:
         """``python ARGUMENTS`` in the project, such as ``-m tasks.train``."""
-        return self.run(sys.executable, *arguments, check=check, timeout_s=timeout_s, **environment)
+        return self.run(sys.executable, *arguments, check=check, timeout_s=timeout_s, env=env)
 
     def retrain(self, *overrides: str, check: bool = True) -> Project:
         """Run the flow; the returned project holds what it printed."""

@@ -53,7 +53,7 @@ ip link set lo up
 print(json.load(u.urlopen(E.load(Path()).url + '/provenance'))['tag'])"
 {sys.executable} -m tasks.deploy --stop
 """
-    done = project.run("unshare", "-n", "bash", "-c", script, PYTHONPATH=str(hook), TRAINYARD_TEST_AUDIT=str(log))
+    done = project.run("unshare", "-n", "bash", "-c", script, env={"PYTHONPATH": str(hook), "TRAINYARD_TEST_AUDIT": str(log)})
     assert "retrain: completed" in done.stdout
     assert GateDecision.load(project.root).approved
     assert not log.exists(), log.read_text(encoding="utf-8")

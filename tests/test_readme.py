@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-
 from reference import errors_page, params_page
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def background(project: Project, log: str, *command: str, **environment: str) -> Iterator[None]:
+def background(project: Project, log: str, *command: str, env: Mapping[str, str]) -> Iterator[None]:
     """A server in its own process group for the length of a block."""
     with (project.root / ".trainyard" / log).open("w") as output:
         child = subprocess.Popen(
-            command, cwd=project.root, env={**project.environment, **environment}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=project.root, env={**project.environment, **env}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             yield
@@ -52,19 +52,19 @@ def wait_for(url: str, seconds: float = 90) -> None:
 def test_the_readmes_three_commands(project: Project) -> None:
     port = free_port()
     api = {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
-    with background(project, "server.log", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)):
+    with background(project, "server.log", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), env={}):
         wait_for(f"http://127.0.0.1:{port}/api/health")
-        project.run("prefect", "work-pool", "create", "trainyard", "--type", "process", **api)
-        project.run("prefect", "--no-prompt", "deploy", "--all", **api)
-        listed = project.run("prefect", "deployment", "ls", **api).stdout
+        project.run("prefect", "work-pool", "create", "trainyard", "--type", "process", env=api)
+        project.run("prefect", "--no-prompt", "deploy", "--all", env=api)
+        listed = project.run("prefect", "deployment", "ls", env=api).stdout
         assert "retrain/manual" in listed
         assert "retrain/nightly" in listed
-        nightly = json.loads(project.run("prefect", "deployment", "inspect", "retrain/nightly", "--output", "json", **api).stdout)
+        nightly = json.loads(project.run("prefect", "deployment", "inspect", "retrain/nightly", "--output", "json", env=api).stdout)
         assert nightly["schedules"][0]["schedule"]["timezone"] == "Europe/London"
-        with background(project, "worker.log", "prefect", "worker", "start", "--pool", "trainyard", PREFECT_WORKER_QUERY_SECONDS="1", **api):
+        with background(project, "worker.log", "prefect", "worker", "start", "--pool", "trainyard", env={**api, "PREFECT_WORKER_QUERY_SECONDS": "1"}):
             overrides = 'overrides={"train":{"epochs":8}}'
             command = ("prefect", "deployment", "run", "retrain/manual", "--param", overrides, "--watch", "--watch-interval", "2")
-            watched = project.run(*command, check=False, timeout_s=240, **api)
+            watched = project.run(*command, check=False, timeout_s=240, env=api)
             log = (project.root / ".trainyard" / "worker.log").read_text(encoding="utf-8")
             assert watched.returncode == 0, f"{watched.stdout}\n{watched.stderr}\n{log}"
             assert load_params(project.root / "params.yaml").train.epochs == 8
@@ -81,7 +81,7 @@ def test_the_readmes_three_commands(project: Project) -> None:
             )
             said = "\n".join(entry["message"] for entry in runs)
             assert "epoch 8/8" in said  # the child's lines reached the flow run's log
-            project.run("prefect", "deployment", "run", "retrain/nightly", "--watch", "--watch-interval", "2", timeout_s=120, **api)
-            assert "nothing changed (nightly)" in project.run("prefect", "flow-run", "ls", "--state", "Unchanged", **api).stdout or "Unchanged" in (
+            project.run("prefect", "deployment", "run", "retrain/nightly", "--watch", "--watch-interval", "2", timeout_s=120, env=api)
+            assert "nothing changed (nightly)" in project.run("prefect", "flow-run", "ls", "--state", "Unchanged", env=api).stdout or "Unchanged" in (
                 project.root / ".trainyard" / "worker.log"
             ).read_text(encoding="utf-8")

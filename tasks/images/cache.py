@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 KNOB = "dvc repro --force prepare"
+COLUMNS = ["row", "sha256", "path", "label_index"]
 
 
 class SplitView(NamedTuple):
@@ -58,9 +59,12 @@ def open_split(cache: ImageCache, split: Split) -> SplitView:
     if found != expected:
         raise _edited(pixels, f"{found} bytes", f"{expected} bytes")
     try:
-        columns = pq.read_table(table, columns=["row", "sha256", "path", "label_index"]).to_pydict()
-    except pa.ArrowException:
-        raise _edited(table, "no table of the cache", "row, sha256, path, label_index") from None
+        with pq.ParquetFile(table) as reader:  # read_table would also import pandas
+            columns = reader.read().to_pydict()
+    except (pa.ArrowException, OSError):
+        raise _edited(table, "no Parquet file", "a table of the cache") from None
+    if list(columns) != COLUMNS:
+        raise _edited(table, f"columns {', '.join(columns)}", ", ".join(COLUMNS))
     if columns["row"] != list(range(count)):
         raise _edited(table, f"{len(columns['row'])} rows", f"rows 0 to {count - 1} in order")
     labels = np.asarray(columns["label_index"], np.int64)

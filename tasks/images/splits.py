@@ -122,10 +122,11 @@ def _column(ref: DatasetRef, file: str, name: str) -> list[str | None]:
 
     path = ref.folder / file
     try:
-        values: list[str | None] = pq.read_table(path, columns=[name])[name].to_pylist()
+        with pq.ParquetFile(path) as table:
+            values: list[str | None] = table.read(columns=[name])[name].to_pylist()
     except FileNotFoundError:
         raise BadInput("artifact_missing", "a file of data/ is gone", value=path, knob="dvc checkout data.dvc") from None
-    except (pa.ArrowException, KeyError):
+    except (pa.ArrowException, KeyError, OSError):
         raise BadInput("artifact_edited", "a file of data/ cannot be read", value=path, knob="dvc checkout --force data.dvc") from None
     return values
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import tasks.images
-import tasks.training
 from tasks.core.artifacts import ImageCache, TrainingSet
 from tasks.core.config import TrainConfig
 from tasks.core.files import digest_of, sha256_file, write_atomic
+from tasks.images import augment_ops
+from tasks.images import cache as cache_module
 from tasks.training.plugins import EpochRow, Plugin, TrainState
 
 KEEP = 2
@@ -29,7 +29,7 @@ KEEP = 2
 
 KEEP_FOLDERS = 5
 NOT_DECIDING = {"export.py", "metrics.py", "plots.py", "predict.py", "progress.py", "resources.py"}
-"""Sources that cannot change the weights: their edits leave checkpoints valid."""
+"""Modules beside this one that cannot change the weights: their edits leave checkpoints valid."""
 _NAME = re.compile(r"epoch-(\d{6})\.([0-9a-f]{64})\.pt")
 
 
@@ -51,11 +51,10 @@ def fingerprint(training_set: TrainingSet, cache: ImageCache, config: TrainConfi
 
 def _code_digest() -> str:
     """Digest of the sources that training runs: a checkpoint of other code is never resumed."""
-    digest = hashlib.sha256()
-    for package in (tasks.training, tasks.images):
-        for path in sorted(path for folder in package.__path__ for path in Path(folder).glob("*.py") if path.name not in NOT_DECIDING):
-            digest.update(f"{path.name}\0{sha256_file(path)}\0".encode())
-    return digest.hexdigest()
+    here = Path(__file__).parent
+    names = {path.name for path in here.glob("*.py")} - NOT_DECIDING
+    paths = [*(here / name for name in sorted(names)), Path(augment_ops.__file__), Path(cache_module.__file__)]
+    return digest_of([[path.name, sha256_file(path)] for path in paths])
 
 
 class Checkpoint(NamedTuple):

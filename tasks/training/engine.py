@@ -164,7 +164,7 @@ def uses_bf16(precision: str, device: torch.device, side_px: int) -> bool:
     if precision != "auto":
         return precision == "bf16"
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     native: bool = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return device.type == "cpu" and native and side_px >= BF16_MIN_SIDE_PX
 

@@ -204,11 +204,13 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Hold back elastic's own log, which repeats a dead rank's traceback: its error comes back as an exception."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Hold back the log of elastic and its spawner, which repeats a dead rank's traceback: its error comes back as an exception."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))]
+    levels = {name: logging.getLogger(name).level for name in names}  # each has a level of its own
     try:
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         yield
     finally:
-        logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
