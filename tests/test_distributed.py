@@ -46,6 +46,16 @@ def test_equal_weights_give_exactly_equal_metrics(one_and_two: dict[int, Path]) 
     assert one == two
 
 
+@pytest.mark.slow
+def test_spawned_ranks_are_forked_ranks(one_and_two: dict[int, Path], tmp_path: Path) -> None:
+    """With a GPU, or from a process with threads, ranks start as fresh interpreters: all they are told must survive a pickle."""
+    make_data(tmp_path, class_weights=WEIGHTS)
+    done = run_job(tmp_path, small_config(processes=2, clip_norm=1.0), spawn=True)
+    assert done.returncode == 0, done.stderr
+    spawned, forked = result_of(tmp_path), result_of(one_and_two[2])
+    assert all(torch.equal(value, forked.model[name]) for name, value in spawned.model.items())
+
+
 def test_weights_moved(one_and_two: dict[int, Path]) -> None:
     """The comparison above is not between two untouched networks."""
     done: Checkpoint = result_of(one_and_two[1])

@@ -20,6 +20,7 @@ def bits(weights: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: value.contiguous().numpy().tobytes() for name, value in weights.items()}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_nothing_is_lost(tmp_path: Path) -> None:
     """Rank 1 of 2 gets SIGKILL in epoch 2: the same process goes on from epoch 1, bit for bit."""
     config = small_config(processes=2)
@@ -62,6 +63,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_stage_resumes_to_the_same_artifact(killed_stage: tuple[Path, Path, str]) -> None:
     whole, killed, output = killed_stage
     assert "resuming after epoch 1 of 3" in output
@@ -71,6 +73,7 @@ def test_a_killed_stage_resumes_to_the_same_artifact(killed_stage: tuple[Path, P
         assert (killed / "artifacts/model" / name).read_bytes() == expected.path(name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(killed_stage: tuple[Path, Path, str]) -> None:
     """One flipped byte in the newest checkpoint; the outputs are gone, as DVC leaves them before a run."""
     whole, killed, _ = killed_stage
@@ -87,6 +90,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(killed_stage: 
     assert TrainedModel.load(killed).verify().digest == TrainedModel.load(whole).digest
 
 
+@pytest.mark.slow
 def test_a_finished_training_is_not_run_again(killed_stage: tuple[Path, Path, str]) -> None:
     whole, _, _ = killed_stage
     before = TrainedModel.load(whole)

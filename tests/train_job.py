@@ -1,7 +1,7 @@
 """A training process of its own for the tests: ``python tests/train_job.py ROOT CONFIG_JSON [HOOK]``.
 
 Ranks are forked, so they must not be started by pytest's process, in which torch's threads have run. HOOK names a function
-below that makes plug-ins. With TRAIN_JOB=stage in HOOK's place the whole stage function runs, else the ranks alone.
+below that makes plug-ins. With TRAIN_JOB=stage the whole stage function runs, else the ranks alone; with TRAIN_JOB=spawn they are not forked.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ HOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_job(root: Path, config: TrainConfig, hook: str = "", *, stage: bool = False) -> subprocess.CompletedProcess[str]:
+def run_job(root: Path, config: TrainConfig, hook: str = "", *, stage: bool = False, spawn: bool = False) -> subprocess.CompletedProcess[str]:
     """Train below ``root`` in a process of its own; its output and exit code."""
     return subprocess.run(
         [sys.executable, __file__, str(root), config.model_dump_json(), hook],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRAIN_JOB_ROOT": str(root), "TRAIN_JOB": "stage" if stage else "ranks"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRAIN_JOB_ROOT": str(root), "TRAIN_JOB": "stage" if stage else "spawn" if spawn else "ranks"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -96,7 +96,7 @@ def main() -> None:
         model: TrainedModel = train(training_set, cache, config, root, root / "checkpoints", fork=True, plugins=plugins)
         print("digest", model.digest)
     else:
-        run_ranks(Job(training_set, cache, config, None, root / "job", plugins, ValidateFirst), fork=True)
+        run_ranks(Job(training_set, cache, config, None, root / "job", plugins, ValidateFirst), fork=os.environ["TRAIN_JOB"] != "spawn")
 
 
 if __name__ == "__main__":
