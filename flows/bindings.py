@@ -109,9 +109,10 @@ def in_service(root: Path) -> bool:
         return False
     try:
         with urlopen(f"{endpoint.url}/provenance", timeout=5) as answer:
-            return bool(json.load(answer).get("tag") == endpoint.tag)
+            said = json.load(answer)
     except (URLError, OSError, ValueError):
         return False
+    return isinstance(said, dict) and said.get("tag") == endpoint.tag
 
 
 def verdict_is_stale(root: Path) -> bool:

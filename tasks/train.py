@@ -43,12 +43,12 @@ def train(
 ) -> TrainedModel:
     """Train, keep the best epoch on val, export it, check the export against torch, and write artifacts/model below ``out``.
 
-    A run of the same data, params and code that was killed goes on from its last epoch under ``checkpoints``. ``fork`` starts
-    ranks faster; it is for callers that are a process of their own (see launch.run_ranks). ``plugins`` and ``engine`` extend
-    the loop. Raises BadInput ``artifact_foreign``, ``artifact_edited``, ``unknown_model``, ``unreadable``, ``params_invalid``,
+    A run of the same data, params and code that was killed goes on from its last epoch under ``checkpoints``; what it cost the
+    machine goes to ``system/<model digest>.csv`` beside that folder. ``fork`` starts ranks faster; it is for callers that are
+    a process of their own (see launch.run_ranks). ``plugins`` and ``engine`` extend the loop. Raises BadInput ``artifact_foreign``, ``artifact_edited``, ``unknown_model``, ``unreadable``, ``params_invalid``,
     ``loss_not_finite`` or ``export_mismatch``, ``training_failed``, or Transient ``lock_busy``.
     """
-    from tasks.training import checkpoint, launch, models
+    from tasks.training import checkpoint, launch, models, resources
 
     training_set.require_made_from(cache).verify()
     cache.verify()
@@ -68,7 +68,9 @@ def train(
             done = store.newest()
         assert done is not None, "the ranks ended without a checkpoint"
         assert done.epoch == config.epochs, "the ranks ended without a checkpoint of the last epoch"
-        return _publish(done, job, out)
+        model = _publish(done, job, out)
+    resources.keep(folder, checkpoints.with_name("system"), model.digest)
+    return model
 
 
 def _starting_weights(config: TrainConfig, out: Path) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,7 @@ from tasks.images import shards
 from tasks.images.shards import ImageRow, Standing, find_rows, iter_rows, standings, write_layer, write_shards
 
 
-def row(index: int, data: bytes | None = None, **changes: str) -> ImageRow:
+def row(index: int, data: bytes | None = None, **changes: Any) -> ImageRow:
     content = png(index) if data is None else data
     plain = ImageRow(content, f"{index:04d}.png", "ab"[index % 2], hashlib.sha256(content).hexdigest(), None, None)
     return plain._replace(**changes)

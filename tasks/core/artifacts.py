@@ -176,7 +176,7 @@ class DatasetRef(Artifact):
     counts: dict[str, int] = Field(description="class -> images, label layers applied")
     splits: dict[str, int] = Field(description="split given by the source -> images; empty where it gives none")
     shards: tuple[Shard, ...] = Field(description="in order; a batch adds shards and rewrites none")
-    layers: tuple[Shard, ...] = Field((), description="label layers in order: sha256, label (null removes)")
+    layers: tuple[Shard, ...] = Field((), description="label layers in order: sha256, label (null removes), split")
     set_aside: tuple[SetAside, ...] = Field((), description="items of the source that were not stored, by name and code")
     ignored: int = Field(0, description="hidden and junk files that were passed over")
 
@@ -197,7 +197,8 @@ class ValidationReport(Artifact):
 
     Digest: over report.json. Writer: validate, before it fails. Reader: prepare, which refuses without ``success``.
     images.parquet columns: path string, label string, split string?, group string?, sha256 string, width int32,
-    height int32, mode string, format string, bytes int64, decodes bool, reason string ("" where it decodes).
+    height int32 (as stored), mode string, format string, bytes int64, decodes bool, reason string ("" where the image is sound:
+    it decodes, and its sides are within bounds). quarantine.parquet columns: path, label, sha256, code, reason.
     """
 
     PATH: ClassVar[str] = "artifacts/validation/report.json"

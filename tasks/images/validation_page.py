@@ -32,7 +32,6 @@ def render_page(ref: DatasetRef, report: ValidationReport, records: Sequence[Ima
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["count"] = lambda number: f"{number:,}"
     environment.filters["visible"] = visible
-    sound = [record for record in records if not record.code]
     sampled = [(name, [data_uri(picture) for picture in thumbnails[name]]) for name in ref.classes if thumbnails.get(name)]
     page: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         report=report,
@@ -40,7 +39,7 @@ def render_page(ref: DatasetRef, report: ValidationReport, records: Sequence[Ima
         failed=[check.name for check in report.checks if not check.passed],
         digest=ref.digest,
         total_bytes=megabytes(sum(record.bytes for record in records)),
-        classes=_class_bars(ref, sound),
+        classes=_class_bars(ref, records),
         class_total=len(ref.classes),
         splits=[(split, ref.splits[split]) for split in SPLITS if split in ref.splits],
         sampled=sampled[:MOST_SAMPLED],
@@ -84,14 +83,13 @@ def data_uri(picture: np.ndarray) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
-def _class_bars(ref: DatasetRef, sound: Sequence[ImageRecord]) -> list[dict[str, Any]]:
-    count = Counter(record.label for record in sound)
-    largest = max(count.values(), default=1)
-    rows = [
-        {"name": name, "images": count[name], "percent": 100 * count[name] / largest, "bad": ref.counts[name] - count[name]} for name in ref.classes
-    ]
-    kept = {name for name, _ in sorted(((name, -count[name]) for name in ref.classes), key=lambda pair: pair[1])[:MOST_CLASSES]}
-    return [row for row in rows if row["name"] in kept]
+def _class_bars(ref: DatasetRef, records: Sequence[ImageRecord]) -> list[dict[str, Any]]:
+    sound = Counter(record.label for record in records if not record.code)
+    bad = Counter(record.label for record in records if record.code)
+    names = sorted({*ref.classes, *sound, *bad})
+    kept = set(sorted(names, key=lambda name: -sound[name])[:MOST_CLASSES])
+    top = max(sound.values(), default=1)
+    return [{"name": name, "images": sound[name], "percent": 100 * sound[name] / top, "bad": bad[name]} for name in names if name in kept]
 
 
 def _histograms(records: Sequence[ImageRecord]) -> list[dict[str, Any]]:

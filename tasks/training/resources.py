@@ -56,3 +56,9 @@ class ResourceMonitor(Plugin):
             writer.writerow(FIELDS)
             writer.writerows([f"{value:.3f}" for value in row] for row in self.rows)
             write_atomic(self.path, text.getvalue().encode())
+
+
+def keep(job: Path, folder: Path, model_digest: str) -> None:
+    """Copy the samples of the training in ``job`` to ``folder``/<model digest>.csv, if it was long enough for one."""
+    if (job / FILE).is_file():
+        write_atomic(folder / f"{model_digest}.csv", (job / FILE).read_bytes())
