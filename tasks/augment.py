@@ -1,6 +1,6 @@
 """Resolve the augmentation policy: channel statistics and class weights of the training split, exact ops, and a preview.
 
-    python -m tasks.augment      in a project's root; reads artifacts/cache, writes artifacts/training_set
+python -m tasks.augment      in a project's root; reads artifacts/cache, writes artifacts/training_set
 """
 
 from __future__ import annotations

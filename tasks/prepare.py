@@ -1,6 +1,6 @@
 """Split the sound images for good and decode each once into the packed pixel cache.
 
-    python -m tasks.prepare      in a project's root; reads data/ and artifacts/validation, writes artifacts/cache
+python -m tasks.prepare      in a project's root; reads data/ and artifacts/validation, writes artifacts/cache
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ def train(
 
     A run of the same data, params and code that was killed goes on from its last epoch under ``checkpoints``; what it cost the
     machine goes to ``system/<model digest>.csv`` beside that folder. ``fork`` starts ranks faster; it is for callers that are
-    a process of their own (see launch.run_ranks). ``plugins`` and ``engine`` extend the loop. Raises BadInput ``artifact_foreign``, ``artifact_edited``, ``unknown_model``, ``unreadable``, ``params_invalid``,
-    ``loss_not_finite`` or ``export_mismatch``, ``training_failed``, or Transient ``lock_busy``.
+    a process of their own (see launch.run_ranks). ``plugins`` and ``engine`` extend the loop. Raises BadInput
+    ``artifact_foreign``, ``artifact_edited``, ``unknown_model``, ``unreadable``, ``params_invalid``, ``loss_not_finite``,
+    ``export_mismatch`` or ``training_failed``, or Transient ``lock_busy``.
     """
     from tasks.training import checkpoint, launch, models, resources
 
