@@ -20,8 +20,10 @@ from prefect import Task, get_run_logger
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed
+from ruamel.yaml import YAML
 
 from tasks.core.artifacts import Artifact, Endpoint, GateDecision, TrainedModel
+from tasks.core.config import PARAMS
 from tasks.core.process import run_child
 
 PYTHON = sys.executable
@@ -71,7 +73,7 @@ def find_changes(root: Path) -> list[str]:
         return ["first run"]
     output = _run([PYTHON, "-m", "dvc", "status", "--json"], root, "dvc status", quiet=True)
     status = json.loads(next((line for line in reversed(output) if line.startswith("{")), "{}"))
-    reasons = explain_status(status)
+    reasons = explain_status(status, changed_params(root))
     if reasons:
         return reasons
     if GateDecision.load(root).approved:
@@ -79,8 +81,25 @@ def find_changes(root: Path) -> list[str]:
     return ["the champion changed after the verdict"] if verdict_is_stale(root) else []
 
 
-def explain_status(status: dict[str, Any]) -> list[str]:
-    """The output of ``dvc status --json`` as a sorted list of reasons such as "new data" or "changed params train.lr"."""
+def changed_params(root: Path) -> list[str]:
+    """The keys of params.yaml that differ from what dvc.lock was made with: DVC itself names whole sections only."""
+    reader = YAML(typ="safe", pure=True)
+    now = reader.load(root / PARAMS)
+    made = [stage.get("params", {}).get(PARAMS.name, {}) for stage in reader.load(root / "dvc.lock")["stages"].values()]
+    return sorted({key for sections in made for name, section in sections.items() for key in _differences(name, section, now.get(name))})
+
+
+def _differences(key: str, one: Any, other: Any) -> list[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [found for name in one.keys() | other.keys() for found in _differences(f"{key}.{name}", one.get(name), other.get(name))]
+    return [] if one == other else [key]
+
+
+def explain_status(status: dict[str, Any], params: Sequence[str] = ()) -> list[str]:
+    """The output of ``dvc status --json`` as a sorted list of reasons such as "new data" or "changed params train.lr".
+
+    ``params`` are the keys that changed, in place of DVC's names of sections.
+    """
     reasons: set[str] = set()
     for stage, changes in status.items():
         for change in changes:
@@ -89,8 +108,8 @@ def explain_status(status: dict[str, Any]) -> list[str]:
                 continue
             for path, what in change.get("changed deps", {}).items():
                 if path == "params.yaml":
-                    keys = ", ".join(sorted(what)) if isinstance(what, dict) else str(what)
-                    reasons.add(f"changed params {keys}")
+                    keys = params or (sorted(what) if isinstance(what, dict) else [str(what)])
+                    reasons.add(f"changed params {', '.join(keys)}")
                 elif path == "data":
                     reasons.add("new data")
                 elif not path.startswith("artifacts/"):

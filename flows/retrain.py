@@ -62,7 +62,7 @@ def retrain(overrides: dict[str, dict[str, Any]] | None = None, reason: str = "a
         ingest(root)
         reasons = bindings.find_changes(root)
         if not reasons:
-            return Completed(name="Unchanged", message=f"nothing changed ({reason})")
+            return Completed(name="Unchanged", message=f"nothing changed ({reason})", data=[])
         logger.info("retraining (%s): %s", reason, "; ".join(reasons))
         validate(root)
         prepare(root)
@@ -73,12 +73,12 @@ def retrain(overrides: dict[str, dict[str, Any]] | None = None, reason: str = "a
         if not decision.approved:
             record_rejected(root)
             publish_summary(root, reasons)
-            return Completed(name="Rejected", message=decision.reason)
+            return Completed(name="Rejected", message=decision.reason, data=reasons)
         register(root)
         package(root)
         deploy(root)
         publish_summary(root, reasons)
-        return Completed(message="; ".join(reasons))
+        return Completed(message="; ".join(reasons), data=reasons)
 
 
 class _NoTraceback(logging.Filter):
@@ -120,8 +120,9 @@ def main() -> None:
         sys.exit(result.exit_code)
     if not state.is_completed():
         state.result()
+    reasons = result if isinstance(result, list) else []
     said = "nothing changed" if state.name == "Unchanged" else str(state.name).lower()
-    print("\n".join(["", f"retrain: {said}", *(f"  {line}" for line in summary_lines(Path.cwd(), [state.message or ""]))]))
+    print("\n".join(["", f"retrain: {said}", *(f"  {line}" for line in summary_lines(Path.cwd(), reasons))]))
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_a_verdict_that_compared_with_another_champion_cannot_be_deployed(served
     """Somebody promotes another version by hand: deploy must refuse, and the flow must judge again."""
     code = (
         "from pathlib import Path; import mlflow; from tasks.backends.model_registry import DIGEST_TAG, tracking_uri\n"
-        "client = mlflow.MlflowClient(tracking_uri(Path.cwd())); old = client.get_model_version('classifier', '1')\n"
+        "mlflow.set_tracking_uri(tracking_uri(Path.cwd())); client = mlflow.MlflowClient(); old = client.get_model_version('classifier', '1')\n"
         "new = client.create_model_version('classifier', old.source, run_id=old.run_id, tags={DIGEST_TAG: old.tags[DIGEST_TAG]})\n"
         "client.set_registered_model_alias('classifier', 'champion', new.version)\n"
     )

@@ -121,7 +121,7 @@ def test_corrupt_images_within_the_limit_are_set_aside_and_named_and_beyond_it_s
 def test_a_typo_in_params_is_said_before_anything_starts(project: Project) -> None:
     path = project.root / "params.yaml"
     path.write_text(path.read_text(encoding="utf-8").replace("epochs:", "epoch:"), encoding="utf-8")
-    for module in ("flows.retrain", "tasks.ingest", "tasks.train", "tasks.deploy"):
+    for module in ("flows.retrain", "tasks.ingest", "tasks.validate", "tasks.train"):
         done = project.python("-m", module, check=False)
         told(done, "params_invalid", "train.epoch", "train.epochs")
     assert not (project.root / "data").exists()
