@@ -120,7 +120,7 @@ def main() -> None:
         sys.exit(result.exit_code)
     if not state.is_completed():
         state.result()
-    reasons = result if isinstance(result, list) else []
+    reasons: list[str] = result if isinstance(result, list) else []
     said = "nothing changed" if state.name == "Unchanged" else str(state.name).lower()
     print("\n".join(["", f"retrain: {said}", *(f"  {line}" for line in summary_lines(Path.cwd(), reasons))]))
 
