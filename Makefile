@@ -30,12 +30,13 @@ setup:  ## install the locked environment into .venv; skipped when requirements.
 	  $(PYTHON) -m venv $(VENV); \
 	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock; \
 	  cp requirements.lock $(VENV)/requirements.lock; }
+	@[ -f .trainyard/prefect/prefect.db ] || { \
+	  echo "setup: making the database of runs without a server"; \
+	  mkdir -p .trainyard/prefect; \
+	  PREFECT_HOME=$(CURDIR)/.trainyard/prefect $(VENV)/bin/prefect server database upgrade -y >/dev/null; }
 
-# A run without a server of its own keeps Prefect's database in the project.
-run: export PREFECT_HOME ?= $(CURDIR)/.trainyard/prefect
 run: setup  ## data -> validated -> trained -> judged -> registered -> packaged -> deployed
-	@mkdir -p "$$PREFECT_HOME"
-	@$(PY) -m flows.retrain
+	@$(PY) -m flows.local
 
 test: setup  ## every test
 	@$(PY) -m pytest

@@ -21,7 +21,7 @@ def main(seeds: int) -> None:
     rows, accuracies = [], []
     for seed in range(seeds):
         with fresh_project("flowers", ingest={"location": str(archive)}, train={"seed": seed}) as root:
-            seconds, _ = run(root, "-m", "flows.retrain", show=True)
+            seconds, _ = run(root, "-m", "flows.local", show=True)
             report, decision = EvaluationReport.load(root), GateDecision.load(root)
             accuracies.append(report.accuracy)
             interval = f"{report.accuracy_low:.2%} to {report.accuracy_high:.2%}"

@@ -34,6 +34,7 @@ def fresh_project(preset: str, **overrides: dict[str, object]) -> Iterator[Path]
             port = probe.getsockname()[1]
         apply_overrides({"deploy": {"port": port}, **overrides}, root / "params.yaml")
         (root / ".trainyard" / "prefect").mkdir(parents=True)
+        run(root, "-m", "prefect", "server", "database", "upgrade", "-y")  # as `make setup` does
         author = ["-c", "user.name=bench", "-c", "user.email=bench@localhost"]
         for command in (["init", "-q", "-b", "main"], ["add", "-A"], [*author, "commit", "-qm", "start"]):
             subprocess.run(["git", *command], cwd=root, check=True)

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -24,9 +24,11 @@ from ruamel.yaml import YAML
 
 from tasks.core.artifacts import Artifact, Endpoint, GateDecision, TrainedModel
 from tasks.core.config import PARAMS
+from tasks.core.errors import StageFailed
 from tasks.core.process import run_child
 
 PYTHON = sys.executable
+DVC = (PYTHON, "-m", "tasks.core.process", "dvc")
 ENVIRONMENT = {"PATH": f"{Path(PYTHON).parent}{os.pathsep}{os.environ.get('PATH', '')}", "PYTHONUNBUFFERED": "1"}
 ERROR_LINE = re.compile(r"error\[(?P<code>[a-z_]+)\]: .*")
 EXIT_CODE = re.compile(r"exited with (?P<code>\d+)")
@@ -37,41 +39,61 @@ TRANSIENT_EXIT = 75
 A = TypeVar("A", bound=Artifact)
 
 
-class StageFailed(Exception):
-    """A stage ended with an error. The message is its own one-line error; ``exit_code`` as in tasks.core.errors."""
+class Stage(Generic[A]):
+    """A stage as a Prefect task: called in a flow it returns its artifact, or raises StageFailed."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    def __init__(self, name: str, function: Callable[[Path], State[Any]]) -> None:
+        # No tags: for each of them Prefect asks the server for a concurrency slot, and the embedded server, busy with its
+        # own bookkeeping after a long task, answers 503 and costs a retry of 1.7 s.
+        self.task: Task[[Path], Any] = Task(
+            function,
+            name=name,
+            retries=3,
+            retry_delay_seconds=[2, 10, 30],
+            retry_jitter_factor=0.5,
+            retry_condition_fn=is_transient,
+            cache_policy=NO_CACHE,
+            persist_result=False,
+        )
+
+    def __call__(self, root: Path) -> A:
+        """Run it now."""
+        artifact: A = self.task(root, return_state=True).result()
+        return artifact
+
+    def start(self, root: Path) -> Callable[[], A]:
+        """Run it beside what follows; the returned function waits for its artifact."""
+        future = self.task.submit(root)
+        return future.result
 
 
-def dvc_stage(name: str, artifact: type[A], *, forced_when: Callable[[Path], bool] = lambda root: False) -> Callable[[Path], A]:
+def dvc_stage(name: str, artifact: type[A], *, forced_when: Callable[[Path], bool] = lambda root: False) -> Stage[A]:
     """The task that brings DVC stage ``name`` up to date; ends as "Cached" where DVC had nothing to do."""
 
     def bring_up_to_date(root: Path) -> State[Any]:
         force = ["--force"] if forced_when(root) else []
-        lines = _run([PYTHON, "-m", "dvc", "repro", "--single-item", *force, name], root, name)
+        lines = _run([*DVC, "repro", "--single-item", *force, name], root, name)
         ran = any(line.startswith(f"Running stage '{name}'") for line in lines)
         return _reference(artifact, root, ran)
 
-    return _as_task(bring_up_to_date, name, ["dvc-stage"])
+    return Stage(name, bring_up_to_date)
 
 
-def effect(name: str, artifact: type[A], *arguments: str) -> Callable[[Path], A]:
+def effect(name: str, artifact: type[A], *arguments: str) -> Stage[A]:
     """The task of a stage that acts on the outside world, idempotent by digest, and so is no DVC stage."""
 
     def act(root: Path) -> State[Any]:
         _run([PYTHON, "-m", f"tasks.{name}", *arguments], root, name)
         return _reference(artifact, root, ran=True)
 
-    return _as_task(act, "-".join([name, *arguments]).replace("--", ""), ["effect"])
+    return Stage("-".join([name, *arguments]).replace("--", ""), act)
 
 
 def find_changes(root: Path) -> list[str]:
     """Why the pipeline has something to do, in words; empty where nothing changed and the right model is in service."""
     if not (root / "dvc.lock").exists():
         return ["first run"]
-    output = _run([PYTHON, "-m", "dvc", "status", "--json"], root, "dvc status", quiet=True)
+    output = _run([*DVC, "status", "--json"], root, "dvc status", quiet=True)
     status = json.loads(next((line for line in reversed(output) if line.startswith("{")), "{}"))
     reasons = explain_status(status, changed_params(root))
     if reasons:
@@ -145,26 +167,6 @@ def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> boo
     """Retry only what a retry can help: Transient errors and a DVC repository that another command holds."""
     failure = state.result(raise_on_failure=False)
     return isinstance(failure, StageFailed) and failure.exit_code == TRANSIENT_EXIT
-
-
-def _as_task(function: Callable[[Path], State[Any]], name: str, tags: Sequence[str]) -> Callable[[Path], Any]:
-    """Run ``function`` as a Prefect task whenever the result is called in a flow; returns the data of its final state."""
-    bound: Task[[Path], Any] = Task(
-        function,
-        name=name,
-        tags=list(tags),
-        retries=3,
-        retry_delay_seconds=[2, 10, 30],
-        retry_jitter_factor=0.5,
-        retry_condition_fn=is_transient,
-        cache_policy=NO_CACHE,
-        persist_result=False,
-    )
-
-    def bring(root: Path) -> Any:
-        return bound(root, return_state=True).result()
-
-    return bring
 
 
 def _reference(artifact: type[Artifact], root: Path, ran: bool) -> State[Any]:

@@ -119,7 +119,8 @@ def held_out(report: EvaluationReport, dataset: DatasetRef, count: int) -> list[
     """
     import pyarrow.parquet as pq
 
-    rows = pq.read_table(report.path("predictions.parquet"), columns=["sha256", "label", "probabilities"]).to_pylist()
+    with pq.ParquetFile(report.path("predictions.parquet")) as reader:  # read_table would also import pandas
+        rows = reader.read(columns=["sha256", "label", "probabilities"]).to_pylist()
     turns: dict[str, int] = {}
     ordered: list[tuple[int, str, dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: row["sha256"]):
@@ -243,6 +244,7 @@ def deploy_project(root: Path) -> Endpoint:
 
     decision = require_approval(root)
     version = ModelVersion.load(root)
+    model_registry.preload()  # two seconds, while the new server starts
     expected = decision.champion.version if decision.champion else None
 
     def promote() -> None:

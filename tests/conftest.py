@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,7 +57,7 @@ class Project:
     def retrain(self, *overrides: str, check: bool = True) -> Project:
         """Run the flow; the returned project holds what it printed."""
         start = time.monotonic()
-        done = self.python("-m", "flows.retrain", *overrides, check=check)
+        done = self.python("-m", "flows.local", *overrides, check=check)
         return Project(self.root, done.stdout + done.stderr, time.monotonic() - start)
 
 
@@ -63,6 +66,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@cache
+def prefect_home() -> Path:
+    """A Prefect home with a migrated database, as `make setup` makes it: made once, since the migrations take long."""
+    home = Path(tempfile.mkdtemp(prefix="trainyard-prefect-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    subprocess.run(command, env={**environment, **QUIET, "PREFECT_HOME": str(home)}, check=True, capture_output=True)
+    return home
 
 
 def make_project(folder: Path, **overrides: dict[str, object]) -> Project:
@@ -74,7 +88,7 @@ def make_project(folder: Path, **overrides: dict[str, object]) -> Project:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / name)
     apply_overrides({"deploy": {"port": free_port()}, **overrides}, folder / "params.yaml")
-    (folder / ".trainyard" / "prefect").mkdir(parents=True)
+    shutil.copytree(prefect_home(), folder / ".trainyard" / "prefect")
     project = Project(folder)
     for command in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-qm", "start"]):
         project.run("git", *command)

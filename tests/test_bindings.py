@@ -16,8 +16,9 @@ from prefect import Task
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
 
-from flows.bindings import StageFailed, explain_status, failure_of, in_service, is_transient
+from flows.bindings import explain_status, failure_of, in_service, is_transient
 from tasks.core.artifacts import Endpoint
+from tasks.core.errors import StageFailed
 
 
 def test_reasons_in_words() -> None:

@@ -48,7 +48,7 @@ def test_the_chain_runs_on_loopback_alone_and_asks_for_nothing_else(project: Pro
     script = f"""
 set -e
 ip link set lo up
-{sys.executable} -m flows.retrain
+{sys.executable} -m flows.local
 {sys.executable} -c "import json, urllib.request as u; from pathlib import Path; from tasks.core.artifacts import Endpoint as E
 print(json.load(u.urlopen(E.load(Path()).url + '/provenance'))['tag'])"
 {sys.executable} -m tasks.deploy --stop

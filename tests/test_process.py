@@ -88,3 +88,19 @@ def test_a_stage_dies_with_a_parent_that_was_killed() -> None:
     parent.wait()
     parent.stdout.close()
     assert gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_foreign_program_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    """DVC under a flow that is killed with SIGKILL: nobody may go on repairing the pipeline behind a dead run."""
+    (tmp_path / "foreign.py").write_text("import os, sys, time; print(os.getpid(), *sys.argv[1:], flush=True); time.sleep(60)")
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'tasks.core.process', 'foreign', 'argument'])"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid, argument = parent.stdout.readline().split()
+    assert argument == "argument"
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert gone(int(pid))

@@ -121,7 +121,7 @@ def test_corrupt_images_within_the_limit_are_set_aside_and_named_and_beyond_it_s
 def test_a_typo_in_params_is_said_before_anything_starts(project: Project) -> None:
     path = project.root / "params.yaml"
     path.write_text(path.read_text(encoding="utf-8").replace("epochs:", "epoch:"), encoding="utf-8")
-    for module in ("flows.retrain", "tasks.ingest", "tasks.validate", "tasks.train"):
+    for module in ("flows.local", "tasks.ingest", "tasks.validate", "tasks.train"):
         done = project.python("-m", module, check=False)
         told(done, "params_invalid", "train.epoch", "train.epochs")
     assert not (project.root / "data").exists()
@@ -130,7 +130,7 @@ def test_a_typo_in_params_is_said_before_anything_starts(project: Project) -> No
 def test_a_folder_without_git(project: Project) -> None:
     (project.root / ".git").rename(project.root / ".git-away")
     told(project.python("-m", "tasks.ingest", check=False), "not_a_repository", "git init")
-    told(project.python("-m", "flows.retrain", check=False), "not_a_repository", "git init")
+    told(project.python("-m", "flows.local", check=False), "not_a_repository", "git init")
 
 
 def test_an_unknown_source_names_the_nearest(project: Project) -> None:
@@ -139,7 +139,7 @@ def test_an_unknown_source_names_the_nearest(project: Project) -> None:
 
 
 def test_an_option_that_does_not_exist(project: Project) -> None:
-    told(project.python("-m", "flows.retrain", "epochs", check=False), "unknown_option", "epochs", "section.key=value")
+    told(project.python("-m", "flows.local", "epochs", check=False), "unknown_option", "epochs", "section.key=value")
     told(project.python("-m", "tasks.register", "--force", check=False), "unknown_option", "--force")
 
 
@@ -161,7 +161,7 @@ def test_a_taken_port_stops_deploy_before_anything_is_stopped_and_the_flow_says_
 
 def test_the_flow_ends_with_the_stages_own_line(project: Project) -> None:
     use(project, project.root / "nowhere")
-    done = project.python("-m", "flows.retrain", check=False)
+    done = project.python("-m", "flows.local", check=False)
     told(done, "source_unavailable", "nowhere", "ingest.location")
 
 

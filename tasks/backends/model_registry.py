@@ -6,8 +6,10 @@ A version is found by the tag ``trainyard.model_digest``, so registering the sam
 
 from __future__ import annotations
 
+import importlib
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,6 +63,11 @@ def tracking_uri(root: Path) -> str:
 
 def _database(root: Path) -> Path:
     return (root / STATE / "mlflow" / "mlflow.db").resolve()
+
+
+def preload() -> None:
+    """Import mlflow in the background, for callers that wait for something else before they need it."""
+    threading.Thread(target=importlib.import_module, args=("mlflow",), name="preload mlflow", daemon=True).start()
 
 
 def champion(root: Path, model_name: str) -> Champion | None:

@@ -67,6 +67,7 @@ CODES: dict[str, str] = {
     "remote_unavailable": "the DVC remote cannot be reached",
     "dvc_failed": "DVC refused a command",
     "registry_unavailable": "the MLflow tracking store cannot be reached",
+    "server_unavailable": "the Prefect server cannot be reached",
     "port_taken": "the port is in use by another program",
     "service_not_ready": "the new service did not become ready in time",
     "smoke_test_failed": "the new service answers differently from the evaluation",
@@ -122,6 +123,14 @@ class Rejected(TrainyardError):
     exit_code = 3
 
 
+class StageFailed(Exception):
+    """A stage that ran as a child process ended with an error. The message is its own error line, the exit code its own."""
+
+    def __init__(self, line: str, exit_code: int) -> None:
+        super().__init__(line)
+        self.exit_code = exit_code
+
+
 def _one_line(text: str) -> str:
     """``text`` with control characters escaped, so that no name from a data set can forge a log line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
@@ -139,7 +148,7 @@ def run(main: Callable[[], None]) -> int:
         os.environ["TRAINYARD_DEBUG"] = "1"
     try:
         main()
-    except TrainyardError as error:
+    except (TrainyardError, StageFailed) as error:
         return _report(error, debug)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -152,7 +161,7 @@ def run(main: Callable[[], None]) -> int:
     return 0
 
 
-def _report(error: TrainyardError, debug: bool) -> int:
+def _report(error: TrainyardError | StageFailed, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     sys.stdout.flush()

@@ -1,10 +1,15 @@
-"""Child processes that cannot outlive their parent, with their lines streamed to whoever watches."""
+"""Child processes that cannot outlive their parent, with their lines streamed to whoever watches.
+
+``python -m tasks.core.process MODULE ARGUMENTS`` is ``python -m MODULE ARGUMENTS`` that dies with its parent, for programs
+that are not ours.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -132,3 +137,9 @@ def end_group(pid: int, grace_s: float = 10.0) -> None:
             except ProcessLookupError:
                 return
             time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
