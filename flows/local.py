@@ -80,14 +80,14 @@ def wait_for_server() -> None:
             time.sleep(0.05)
 
 
-class NoTraceback(logging.Filter):
-    """Drops the traceback of errors that a user can cause: their one line says it all."""
+class ForPeople(logging.Filter):
+    """Drops the traceback of errors that a user can cause (their one line says it all) and links to a server that ends."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keep every record, some without their traceback."""
+        """Whether to show ``record``; it may lose its traceback."""
         if record.exc_info and isinstance(record.exc_info[1], StageFailed | TrainyardError):
             record.exc_info = None
-        return True
+        return not str(record.msg).startswith("View at")
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, dict[str, Any]]:
@@ -113,7 +113,7 @@ def retrain_here(overrides: dict[str, dict[str, Any]]) -> str:
     wait_for_server()
     if os.environ.get("TRAINYARD_DEBUG", "") in ("", "0"):
         for name in ("prefect", "prefect.flow_runs", "prefect.task_runs"):
-            logging.getLogger(name).addFilter(NoTraceback())
+            logging.getLogger(name).addFilter(ForPeople())
     state = retrain(overrides, return_state=True)
     result = state.result(raise_on_failure=False)
     if isinstance(result, StageFailed | TrainyardError):
