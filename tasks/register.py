@@ -34,6 +34,9 @@ from tasks.core.errors import BadInput, Rejected
 from tasks.core.files import STATE
 from tasks.core.process import die_with_parent, quiet_environment
 
+PROJECT_FILES = (PARAMS.name, "dvc.yaml", "dvc.lock", "data.dvc", "requirements.lock")
+"""Read at once, since DVC rewrites dvc.lock in place when it ends another stage."""
+
 _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_.\- ]")
 """What MLflow does not take in a metric's name."""
 
@@ -55,7 +58,7 @@ def register(
     if not decision.approved:
         raise Rejected("rejected", "the gate rejected this model", value=decision.reason, knob="better data or params")
     model.verify()
-    version, created = model_registry.register(
+    version, _created = model_registry.register(
         out,
         experiment=config.experiment,
         model_name=config.model_name,
@@ -63,9 +66,7 @@ def register(
         description=describe(model, report, decision),
         record=record,
     )
-    return ModelVersion(
-        made_from=lineage(model, report, decision), name=config.model_name, version=version, model_digest=model.digest, created=created
-    ).save(out)
+    return ModelVersion(made_from=lineage(model, report, decision), name=config.model_name, version=version, model_digest=model.digest).save(out)
 
 
 def describe(model: TrainedModel, report: EvaluationReport, decision: GateDecision) -> str:
@@ -109,6 +110,7 @@ def gather(root: Path, params: Params) -> model_registry.RunRecord:
         dataset_name=params.ingest.source,
         dataset_digest=_data_md5(root) or data.digest,
         files=_files(root, model, report, decision),
+        texts={f"project/{name}": (root / name).read_text(encoding="utf-8") for name in PROJECT_FILES if (root / name).is_file()},
         onnx=model.path("model.onnx"),
         requirements=[f"{name}=={installed(name)}" for name in ("onnx", "onnxruntime", "numpy")],
         system=_system(root, model),
@@ -124,7 +126,6 @@ def _files(root: Path, model: TrainedModel, report: EvaluationReport, decision: 
         model_registry.FOLDER: [*own, model.path("model.onnx"), model.path("weights.safetensors"), report.path("predictions.parquet")],
         "reports": [validation.path("report.html"), training_set.path("preview.png"), *(report.path(name) for name in pictures)],
         "validation": [root / ValidationReport.PATH],
-        "project": [root / name for name in (PARAMS.name, "dvc.yaml", "dvc.lock", "data.dvc", "requirements.lock")],
     }
     return {folder: [path for path in paths if path.is_file()] for folder, paths in groups.items()}
 
@@ -175,7 +176,7 @@ def main() -> None:
         raise BadInput("unknown_option", "register", value=" ".join(sys.argv[1:]), constraint="nothing or --rejected")
     decision = require_approval(root)
     made = register(TrainedModel.load(root), EvaluationReport.load(root), decision, gather(root, params), params.register_, root)
-    print(f"register: {made.name} version {made.version} ({'new' if made.created else 'known'}), alias challenger")
+    print(f"register: {made.name} version {made.version}, alias challenger")
 
 
 if __name__ == "__main__":

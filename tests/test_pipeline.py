@@ -94,6 +94,15 @@ def test_the_registered_champion_answers_through_mlflow_as_evaluated(finished: P
     assert re.fullmatch(r"[0-9a-f]{40}", told["run"]["tags.mlflow.source.git.commit"])
 
 
+def test_registering_and_deploying_again_repeat_no_effect(finished: Project) -> None:
+    """A retried flow calls the effects again: one version, one deployment, the same files."""
+    before = [(finished.root / kind.PATH).read_bytes() for kind in (ModelVersion, Endpoint)]
+    version = ModelVersion.load(finished.root).version
+    assert f"version {version}," in finished.python("-m", "tasks.register").stdout
+    finished.python("-m", "tasks.deploy")
+    assert before == [(finished.root / kind.PATH).read_bytes() for kind in (ModelVersion, Endpoint)]
+
+
 def test_prefect_holds_the_summary_tables_preview_and_link(finished: Project) -> None:
     listed = finished.run("prefect", "artifact", "ls", "--limit", "50").stdout
     for key in ("summary", "gate-checks", "per-class", "augmentation", "endpoint"):
@@ -128,11 +137,11 @@ def test_metrics_and_plots_can_be_compared(finished: Project, tmp_path: Path) ->
 
 
 def test_the_two_routes_leave_the_same_lock(finished: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """tasks.ingest + dvc repro in a clone of the same commit, against the flow's dvc.lock, byte for byte."""
+    """dvc pull and dvc repro in a clone of the same commit, as the README has it, against the flow's dvc.lock, byte for byte."""
     clone = tmp_path_factory.mktemp("routes") / "clone"
     subprocess.run(["git", "clone", "-q", str(finished.root), str(clone)], check=True)
     other = Project(clone)
-    other.python("-m", "tasks.ingest")
+    other.run("dvc", "pull")
     other.run("dvc", "repro")
     assert lock_bytes(other) == lock_bytes(finished)
     assert other.run("git", "diff", "--stat", "data.dvc").stdout == ""

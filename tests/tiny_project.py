@@ -221,7 +221,7 @@ def write_predictions(path: Path, test: list[Picture], probabilities: np.ndarray
 
 def register(project: Project, version: str = "1") -> ModelVersion:
     """What register would have written."""
-    return ModelVersion(name="classifier", version=version, model_digest=project.model.digest, created=True).save(project.root)
+    return ModelVersion(name="classifier", version=version, model_digest=project.model.digest).save(project.root)
 
 
 def free_port() -> int:

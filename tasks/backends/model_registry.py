@@ -48,6 +48,8 @@ class RunRecord:
     dataset_digest: str
     files: Mapping[str, Sequence[Path]]
     """artifact folder of the run -> files to log there"""
+    texts: Mapping[str, str]
+    """path among the run's artifacts -> content"""
     onnx: Path
     """the model to register: uint8 [N, S, S, 3] -> probabilities float32 [N, C]"""
     requirements: Sequence[str]
@@ -238,6 +240,8 @@ def _record(client: Any, root: Path, experiment: str, model_digest: str, record:
         for folder, paths in record.files.items():
             for path in paths:
                 client.log_artifact(run.info.run_id, str(path), folder or None)
+        for name, text in record.texts.items():
+            client.log_text(run.info.run_id, text, name)
         logged = mlflow.onnx.log_model(
             onnx.load(str(record.onnx)),
             name="model",

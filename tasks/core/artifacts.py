@@ -349,7 +349,6 @@ class ModelVersion(Artifact):
     name: str
     version: str
     model_digest: str
-    created: bool = Field(description="False where the registry held this digest already")
 
 
 class BentoRef(Artifact):
