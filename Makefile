@@ -5,9 +5,9 @@ SHELL := /bin/bash
 .PHONY: help setup run test lint bench serve stop clean mlflow lock
 
 PYTHON ?= python3
-VENV := $(CURDIR)/.venv
+VENV := .venv
 PY := $(VENV)/bin/python
-export PATH := $(VENV)/bin:$(PATH)
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # No telemetry from any door; see QUIET in tasks/core/process.py, which a test holds equal to this block.
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
@@ -33,7 +33,7 @@ setup:  ## install the locked environment into .venv; skipped when requirements.
 	@[ -f .trainyard/prefect/prefect.db ] || { \
 	  echo "setup: making the database of runs without a server"; \
 	  mkdir -p .trainyard/prefect; \
-	  PREFECT_HOME=$(CURDIR)/.trainyard/prefect $(VENV)/bin/prefect server database upgrade -y >/dev/null; }
+	  PREFECT_HOME="$(CURDIR)/.trainyard/prefect" $(VENV)/bin/prefect server database upgrade -y >/dev/null; }
 
 run: setup  ## data -> validated -> trained -> judged -> registered -> packaged -> deployed
 	@$(PY) -m flows.local

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
 
 from prefect import Task, get_run_logger
 from prefect.cache_policies import NO_CACHE
@@ -22,8 +23,8 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed
 from ruamel.yaml import YAML
 
-from tasks.core.artifacts import Artifact, Endpoint, GateDecision, TrainedModel
-from tasks.core.config import PARAMS
+from tasks.core.artifacts import Artifact, BentoRef, Endpoint, GateDecision, TrainedModel
+from tasks.core.config import PARAMS, DeployConfig, load_params
 from tasks.core.errors import StageFailed
 from tasks.core.process import run_child
 
@@ -36,6 +37,7 @@ CHATTER = re.compile(r"To track the changes|To enable auto staging|\s+(git add|d
 """Advice that DVC repeats after each stage."""
 DVC_BUSY = "Unable to acquire lock"
 TRANSIENT_EXIT = 75
+NO_PROXY = build_opener(ProxyHandler({}))
 A = TypeVar("A", bound=Artifact)
 
 
@@ -95,11 +97,14 @@ def find_changes(root: Path) -> list[str]:
         return ["first run"]
     output = _run([*DVC, "status", "--json"], root, "dvc status", quiet=True)
     status = json.loads(next((line for line in reversed(output) if line.startswith("{")), "{}"))
+    rejected = GateDecision.exists(root) and not GateDecision.load(root).approved
+    if rejected:
+        status.pop("package", None)  # it never runs on a rejected model
     reasons = explain_status(status, changed_params(root))
     if reasons:
         return reasons
-    if GateDecision.load(root).approved:
-        return [] if in_service(root) else ["the approved model is not in service"]
+    if not rejected:
+        return [] if in_service(root, load_params(root / PARAMS).deploy) else ["what was approved and packaged is not in service"]
     return ["the champion changed after the verdict"] if verdict_is_stale(root) else []
 
 
@@ -123,6 +128,7 @@ def explain_status(status: dict[str, Any], params: Sequence[str] = ()) -> list[s
     ``params`` are the keys that changed, in place of DVC's names of sections.
     """
     reasons: set[str] = set()
+    behind: set[str] = set()
     for stage, changes in status.items():
         for change in changes:
             if isinstance(change, str):
@@ -134,22 +140,24 @@ def explain_status(status: dict[str, Any], params: Sequence[str] = ()) -> list[s
                     reasons.add(f"changed params {', '.join(keys)}")
                 elif path == "data":
                     reasons.add("new data")
-                elif not path.startswith("artifacts/"):
+                elif path.startswith("artifacts/"):
+                    behind.add(f"{stage} is behind {path}")  # worth a word only where nothing says why
+                else:
                     reasons.add(f"changed code {path}")
             if change.get("changed outs"):
                 reasons.add(f"no output of {stage} yet")
-    return sorted(reasons)
+    return sorted(reasons or behind)
 
 
-def in_service(root: Path) -> bool:
-    """Whether the endpoint of endpoint.json answers and serves exactly the model below ``root``."""
-    if not (Endpoint.exists(root) and TrainedModel.exists(root)):
+def in_service(root: Path, config: DeployConfig) -> bool:
+    """Whether the address of ``config`` answers and serves exactly the Bento of the model below ``root``."""
+    if not all(kind.exists(root) for kind in (Endpoint, TrainedModel, BentoRef)):
         return False
-    endpoint, model = Endpoint.load(root), TrainedModel.load(root)
-    if endpoint.model_digest != model.digest:
+    endpoint, model, bento = Endpoint.load(root), TrainedModel.load(root), BentoRef.load(root)
+    if (endpoint.model_digest, endpoint.tag) != (model.digest, bento.tag) or urlsplit(endpoint.url).port != config.port:
         return False
     try:
-        with urlopen(f"{endpoint.url}/provenance", timeout=5) as answer:
+        with NO_PROXY.open(f"{endpoint.url}/provenance", timeout=5) as answer:
             said = json.load(answer)
     except (URLError, OSError, ValueError):
         return False

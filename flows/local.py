@@ -42,6 +42,8 @@ def start_server() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
     os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
     with (home / "server.log").open("w") as log:
         child = subprocess.Popen(
@@ -91,16 +93,26 @@ class ForPeople(logging.Filter):
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, dict[str, Any]]:
-    """``train.epochs=3 gate.margin=0.01`` as {"train": {"epochs": 3}, "gate": {"margin": 0.01}}; raises BadInput."""
-    from ruamel.yaml import YAML
+    """``train.epochs=3 prepare.decode.max_pixels=9`` as {"train": {"epochs": 3}, "prepare": {"decode": {"max_pixels": 9}}}.
 
-    tree: dict[str, dict[str, Any]] = {}
+    Raises BadInput ``unknown_option`` or ``params_invalid``.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    tree: dict[str, Any] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        section, dot, name = key.partition(".")
-        if not (equals and dot and section and name):
+        names = key.split(".")
+        if not equals or len(names) < 2 or not all(names):
             raise BadInput("unknown_option", "flows.local", value=argument, constraint="section.key=value")
-        tree.setdefault(section, {})[name] = YAML(typ="safe", pure=True).load(value)
+        place = tree
+        for name in names[:-1]:
+            place = place.setdefault(name, {})
+        try:
+            place[names[-1]] = YAML(typ="safe", pure=True).load(value)
+        except YAMLError:
+            raise BadInput("params_invalid", "flows.local: the value is not YAML", value=argument, constraint="section.key=value") from None
     return tree
 
 

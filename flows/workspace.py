@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,13 @@ def workspace(overrides: dict[str, dict[str, Any]] | None = None) -> Iterator[Pa
 
     ``overrides`` ({section: {key: value}}) are checked and then written into params.yaml, so that DVC, MLflow and the
     next run see the same numbers. Raises BadInput ``not_a_repository``, ``params_missing`` or ``params_invalid``,
-    Transient ``lock_busy`` after TRAINYARD_LOCK_TIMEOUT_S seconds (default 3600).
+    Transient ``lock_busy`` after an hour, or TRAINYARD_LOCK_TIMEOUT_S seconds.
     """
     root = Path.cwd()
     load_params(root / PARAMS)
     for name, command in ((".git", "git init"), (".dvc", "dvc init")):
         if not (root / name).exists():
             raise BadInput("not_a_repository", f"{root} has no {name}", constraint="a git and DVC repository", knob=command)
-    timeout_s = float(os.environ.get("TRAINYARD_LOCK_TIMEOUT_S", LOCK_TIMEOUT_S))
-    with file_lock(root / STATE / "locks" / "pipeline.lock", timeout_s, "the pipeline"):
+    with file_lock(root / STATE / "locks" / "pipeline.lock", LOCK_TIMEOUT_S, "the pipeline"):
         apply_overrides(overrides or {}, root / PARAMS)
         yield root

@@ -264,7 +264,7 @@ def serve(root: Path) -> Endpoint:
         server = serving.current(root)
         serving.sweep(root, keep=server)
         public = serving.url_of(config.host, config.port)
-        if server and server.url == public and serving.served_tag(public) == endpoint.tag:
+        if server and (server.host, server.port) == (config.host, config.port) and serving.served_tag(public) == endpoint.tag:
             return endpoint
         serving.sweep(root, keep=None)
         serving.require_port(config.host, config.port)

@@ -92,6 +92,8 @@ def judge_champion(
     if found is None or found.model_digest == model.digest:
         return None
     theirs = EvaluationReport.load_file(found.folder / "report.json", found.folder)
+    if theirs.made_from.get("TrainedModel") != found.model_digest:
+        raise BadInput("artifact_foreign", "the champion's report is another model's", value=found.version, knob="MLFLOW_TRACKING_URI")
     if theirs.test_digest == report.test_digest:
         return ChampionRef(version=found.version, model_digest=found.model_digest, correct=theirs.correct, images=theirs.images, rescored=False)
     champion_model = TrainedModel.load_file(found.folder / "model.json", found.folder)
@@ -112,21 +114,40 @@ def _score_again(champion: TrainedModel, onnx: Path, cache: ImageCache, data: Ca
     correct = 0
     for start in range(0, len(view.labels), batch):
         rows = slice(start, start + batch)
-        pixels = view.pixels[rows] if champion.decode == cache.decode else _decode_for(champion, view.sha256[rows], data())
-        best = predict(onnx, pixels, batch).argmax(axis=1)
-        correct += sum(champion.classes[guess] == cache.classes[label] for guess, label in zip(best, view.labels[rows], strict=True))
+        truth = [cache.classes[label] for label in view.labels[rows]]
+        if champion.decode == cache.decode:
+            pixels = view.pixels[rows]
+        else:
+            pixels, kept = _decode_for(champion, view.sha256[rows], data())
+            truth = [truth[row] for row in kept]  # what the champion cannot read it gets wrong
+        if len(pixels):
+            guesses = predict(onnx, pixels, batch).argmax(axis=1)
+            correct += sum(champion.classes[guess] == name for guess, name in zip(guesses, truth, strict=True))
     return correct, len(view.labels)
 
 
-def _decode_for(champion: TrainedModel, wanted: list[str], data: DatasetRef) -> np.ndarray:
-    """Pixels of the images ``wanted`` (by sha256), decoded as the champion was trained: uint8 [N, S, S, 3]."""
+def _decode_for(champion: TrainedModel, wanted: list[str], data: DatasetRef) -> tuple[np.ndarray, list[int]]:
+    """The images ``wanted`` (by sha256), decoded as the champion was trained: uint8 [M, S, S, 3], and their M positions.
+
+    An image beyond the champion's own limits is left out. Raises BadInput ``artifact_foreign`` where the data lack one.
+    """
     import numpy as np
 
-    from tasks.images.decode import load_pixels
+    from tasks.images.decode import BadImage, load_pixels
     from tasks.images.shards import find_rows
 
-    rows = find_rows(data, wanted)
-    return np.stack([load_pixels(rows[sha256].data, champion.decode) for sha256 in wanted])
+    found = find_rows(data, wanted)
+    pixels, kept = [], []
+    for position, sha256 in enumerate(wanted):
+        if sha256 not in found:
+            raise BadInput("artifact_foreign", "the data lack an image of the test split", value=sha256[:12], knob="dvc repro validate prepare")
+        try:
+            pixels.append(load_pixels(found[sha256].data, champion.decode))
+        except BadImage:
+            continue
+        kept.append(position)
+    size = champion.decode.image_size
+    return np.stack(pixels) if pixels else np.empty((0, size, size, 3), np.uint8), kept
 
 
 def is_stale(decision: GateDecision, found: model_registry.Champion | None) -> bool:

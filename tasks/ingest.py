@@ -3,7 +3,7 @@
     python -m tasks.ingest      in a project's root; reads the source that params.yaml names
 
 What is stored stays stored, byte for byte: a batch holds only images that are new, a label layer says what changed about old
-ones. The embedded digits are a demonstration: a source that shares no class with them takes their place.
+ones. The embedded digits are a demonstration: any other source takes their place, and they are never mixed into other data.
 """
 
 from __future__ import annotations
@@ -44,12 +44,20 @@ def ingest(config: IngestConfig, root: Path) -> DatasetRef:
     with file_lock(root / STATE / "locks" / "ingest.lock", LOCK_TIMEOUT_S, "data/"):
         before = DatasetRef.load(root) if DatasetRef.exists(root) else None
         _sweep(root, before)
+        if before and config.source == DEMONSTRATION and {shard.source for shard in before.shards} != {DEMONSTRATION}:
+            raise BadInput(
+                "data_foreign",
+                "the embedded digits are no addition to other data",
+                value=", ".join(before.classes[:5]),
+                constraint="digits alone",
+                knob="ingest.source, or start over: rm -r data data.dvc",
+            )
         source = open_source(config.source, config.location, root, limits)
         stored = standings(before) if before else {}
         demonstration = before is not None and config.source != DEMONSTRATION and {shard.source for shard in before.shards} == {DEMONSTRATION}
         with Claims(root / STATE / "ingest", () if demonstration else stored) as claims:
             stated, set_aside = _gather(source, claims, limits)
-            if demonstration and before and not stated & set(before.classes):
+            if demonstration:
                 with _fresh(root) as work:
                     _publish(work, None, {}, claims, stated, set_aside, source.ignored, config)
                 return DatasetRef.load(root)

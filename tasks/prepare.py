@@ -101,7 +101,11 @@ def _entries(ref: DatasetRef, report: ValidationReport, config: PrepareConfig) -
 def _decode_all(ref: DatasetRef, decode: DecodeSpec, writer: CacheWriter) -> None:
     """Decode every entry of ``writer``, by threads where there is enough to do; at most a few chunks are held at once."""
     stored, images = sum((ref.folder / shard.file).stat().st_size for shard in ref.shards), sum(shard.rows for shard in ref.shards)
-    threads = len(os.sched_getaffinity(0)) if stored >= max(THREADS_FROM, images * THREADS_FROM_EACH) else 1
+    threads = (
+        (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        if stored >= max(THREADS_FROM, images * THREADS_FROM_EACH)
+        else 1
+    )
     chunks = _chunks(ref, writer)
     if threads == 1:
         for chunk in chunks:

@@ -17,7 +17,8 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
 
 from flows.bindings import explain_status, failure_of, in_service, is_transient
-from tasks.core.artifacts import Endpoint
+from tasks.core.artifacts import BentoRef, Endpoint
+from tasks.core.config import DeployConfig
 from tasks.core.errors import StageFailed
 
 
@@ -38,6 +39,7 @@ def test_reasons_in_words() -> None:
         "no output of evaluate yet",
     ]
     assert explain_status({}) == []
+    assert explain_status({"train": [{"changed deps": {"artifacts/training_set": "modified"}}]}) == ["train is behind artifacts/training_set"]
 
 
 def test_the_stages_own_line_and_exit_code_come_through_dvc() -> None:
@@ -96,10 +98,17 @@ def test_in_service_means_that_exactly_this_bento_answers(tmp_path: Path, served
     with answering(served) as url:
         model = tiny_model(tmp_path)
         endpoint = Endpoint(url=url, tag="c:1", model_digest=model.digest, model_version="1", smoke_images=1, max_probability_difference=0.1)
-        assert not in_service(tmp_path)
+        here = DeployConfig(port=int(url.rsplit(":", 1)[1]))
+        assert not in_service(tmp_path, here)
         endpoint.save(tmp_path)
-        assert in_service(tmp_path) is expected
+        assert not in_service(tmp_path, here)
+        bento = BentoRef(tag="c:1", model_digest=model.digest, service_digest="s").save(tmp_path)
+        assert in_service(tmp_path, here) is expected
+        assert not in_service(tmp_path, DeployConfig(port=1))
+        bento.model_copy(update={"tag": "c:9"}).save(tmp_path)
+        assert not in_service(tmp_path, here)
+        bento.save(tmp_path)
         endpoint.model_copy(update={"model_digest": "0" * 64}).save(tmp_path)
-        assert not in_service(tmp_path)
+        assert not in_service(tmp_path, here)
     endpoint.save(tmp_path)
-    assert not in_service(tmp_path)
+    assert not in_service(tmp_path, here)

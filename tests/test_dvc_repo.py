@@ -180,3 +180,37 @@ def test_a_damaged_pointer_is_named(root: Path) -> None:
     shutil.rmtree(root / "data")
     with pytest.raises(BadInput, match="data.dvc is no DVC file"):
         dvc_repo.restore_data(root)
+
+
+def test_files_that_somebody_keeps_in_data_are_never_touched(root: Path) -> None:
+    """A clone has no data/, so it looks like the place to put one's images: they must not give way to the committed version."""
+    dvc_repo.track_data(root, push=False)
+    shutil.rmtree(root / "data")
+    write_tree(root / "data", {"mypets/cat/1.jpg": b"mine"})
+    with pytest.raises(BadInput) as caught:
+        dvc_repo.restore_data(root)
+    assert caught.value.code == "data_foreign"
+    assert "mypets" in str(caught.value)
+    assert (root / "data" / "mypets" / "cat" / "1.jpg").read_bytes() == b"mine"
+
+
+def test_a_version_that_came_by_git_pull_is_not_moved_back(root: Path, tmp_path: Path) -> None:
+    dvc_repo.track_data(root, push=False)
+    colleague = shutil.copytree(root, tmp_path / "colleague", symlinks=True)
+    write_tree(colleague / "data", {"shards/000002-00000.parquet": b"two"})
+    dvc_repo.track_data(colleague, push=False)
+    shutil.copy(colleague / "data.dvc", root / "data.dvc")
+    with pytest.raises(BadInput) as caught:
+        dvc_repo.restore_data(root)
+    assert caught.value.code == "data_behind"
+    shutil.copytree(colleague / ".dvc" / "cache", root / ".dvc" / "cache", dirs_exist_ok=True)
+    dvc(root, "checkout", "data.dvc")
+    assert dvc_repo.restore_data(root) == ""
+    assert (root / "data" / "shards" / "000002-00000.parquet").read_bytes() == b"two"
+
+
+def test_an_ingest_that_was_killed_before_dvc_add_goes_on(root: Path) -> None:
+    dvc_repo.track_data(root, push=False)
+    write_tree(root / "data", {"shards/000002-00000.parquet": b"two"})
+    assert dvc_repo.restore_data(root) == ""
+    assert dvc_repo.track_data(root, push=False)[1] == "moved"

@@ -198,7 +198,7 @@ def test_one_class_may_grow_alone(tmp_path: Path) -> None:
     assert ingest(from_folder(write_tree(tmp_path / "june", pictures(first=1, cat=2))), tmp_path).counts == {"cat": 4, "dog": 2}
 
 
-def test_the_embedded_demonstration_gives_way_to_a_users_data_and_stays_beside_more_digits(tmp_path: Path) -> None:
+def test_the_embedded_demonstration_gives_way_to_a_users_data_and_is_never_mixed_into_it(tmp_path: Path) -> None:
     config = from_folder(write_tree(tmp_path / "source", pictures(cat=2, dog=2)))
     ingest(config, tmp_path / "fresh")
     for root in (tmp_path / "over", tmp_path / "more"):
@@ -207,8 +207,11 @@ def test_the_embedded_demonstration_gives_way_to_a_users_data_and_stays_beside_m
     assert len(DatasetRef.load(tmp_path / "over").verify().classes) == 10
     ingest(config, tmp_path / "over")
     assert contents(tmp_path / "over" / "data") == contents(tmp_path / "fresh" / "data")
-    more = ingest(from_folder(write_tree(tmp_path / "seven", {"7/own.png": png(1)})), tmp_path / "more")
-    assert (sum(more.counts.values()), [shard.rows for shard in more.shards]) == (1798, [1797, 1])
+    own = {"7/own.png": png(1), "8/own.png": png(2)}  # class names of the digits
+    assert ingest(from_folder(write_tree(tmp_path / "digits of mine", own)), tmp_path / "more").counts == {"7": 1, "8": 1}
+    before = contents(tmp_path / "over" / "data")
+    assert refused(DIGITS, tmp_path / "over").code == "data_foreign"
+    assert contents(tmp_path / "over" / "data") == before
 
 
 def test_shards_are_cut_at_the_set_size_without_losing_an_image(tmp_path: Path) -> None:

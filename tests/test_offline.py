@@ -41,7 +41,10 @@ def can_unshare() -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not can_unshare(), reason="making a network namespace needs root, unshare and ip (Debian: util-linux, iproute2)")
 def test_the_chain_runs_on_loopback_alone_and_asks_for_nothing_else(project: Project, tmp_path: Path) -> None:
-    """The namespace proves that nothing is needed; the audit hook, that nothing is even tried."""
+    """The namespace proves that nothing is needed; the audit hook, that no process which inherits it even tries.
+
+    The build of the Bento and the service start with a clean Python path, so for them the namespace alone speaks.
+    """
     hook, log = tmp_path / "hook", tmp_path / "requests.log"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(AUDIT, encoding="utf-8")

@@ -136,17 +136,6 @@ def test_metrics_and_plots_can_be_compared(finished: Project, tmp_path: Path) ->
     assert len(list((tmp_path / "plots" / "static").iterdir())) >= 3
 
 
-def test_the_two_routes_leave_the_same_lock(finished: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """dvc pull and dvc repro in a clone of the same commit, as the README has it, against the flow's dvc.lock, byte for byte."""
-    clone = tmp_path_factory.mktemp("routes") / "clone"
-    subprocess.run(["git", "clone", "-q", str(finished.root), str(clone)], check=True)
-    other = Project(clone)
-    other.run("dvc", "pull")
-    other.run("dvc", "repro")
-    assert lock_bytes(other) == lock_bytes(finished)
-    assert other.run("git", "diff", "--stat", "data.dvc").stdout == ""
-
-
 def test_the_flow_leaves_no_process_of_its_own_but_the_service(finished: Project) -> None:
     code = "import psutil, sys; print([p.info['cmdline'] for p in psutil.process_iter(['cmdline', 'cwd']) if p.info['cwd'] == sys.argv[1]])"
     told = subprocess.run([sys.executable, "-c", code, str(finished.root)], cwd="/", capture_output=True, text=True, check=True).stdout

@@ -62,7 +62,7 @@ def told(done: subprocess.CompletedProcess[str], code: str, *parts: str) -> None
 def nothing_half_written(project: Project) -> None:
     left = [path for path in project.root.rglob("*.part*") if ".git" not in path.parts]
     assert not left
-    assert not (project.root / "data" / "dataset.json").exists() or (project.root / "data.dvc").exists()
+    assert "data.dvc" not in project.run("git", "status", "--porcelain").stdout
 
 
 def test_a_missing_folder(project: Project) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tasks.core.errors import BadInput, Transient
+from tasks.core.files import STATE, write_atomic
 
 if TYPE_CHECKING:
     from dvc.repo import Repo
@@ -24,6 +25,8 @@ EMBEDDED = "embedded"
 """The remote inside the repository that ships the embedded digits: only a maintainer pushes there, by ``dvc push -r embedded``."""
 TRACKED = "data"
 MARKER = Path(TRACKED) / "dataset.json"
+OWN_NAMES = {"dataset.json", "shards", "labels"}
+LAST_VERSION = STATE / "data.version"
 WAIT_S = 60.0
 T = TypeVar("T")
 
@@ -32,18 +35,63 @@ def restore_data(root: Path) -> str:
     """Where data/ is absent and data.dvc is there, bring that version back from DVC's cache or its remotes.
 
     Returns what was done in words, "" where nothing was to do. A version that is nowhere to be had is said as such: the
-    caller then makes data/ again from its source. Raises BadInput ``not_a_repository``, Transient ``lock_busy``.
+    caller then makes data/ again from its source. Raises BadInput ``not_a_repository``, ``data_foreign`` where data/ holds
+    files that are not ours, ``data_behind`` where data.dvc came from elsewhere and names another version than data/ holds, and
+    Transient ``lock_busy``.
     """
     _require_repository(root)
+    _require_own_files(root / TRACKED)
     pointer = root / f"{TRACKED}.dvc"
-    if (root / MARKER).is_file() or not pointer.is_file():
+    if not pointer.is_file():
         return ""
-    version = _version(pointer)[:8]
+    version = _version(pointer)
+    if (root / MARKER).is_file():
+        if _last_version(root) != version:
+            _require_in_step(root, pointer)
+        return ""
+    _remember(root, version)
     with _open(root) as repo:
         for remote in (None, *_remotes(repo)):
             if _fetched(repo, pointer, remote):
-                return f"data.dvc {version} restored from {f'remote {remote}' if remote else 'the cache'}"
-    return f"data.dvc {version} is in no cache or remote that can be reached: data/ is made again from the source"
+                return f"data.dvc {version[:8]} restored from {f'remote {remote}' if remote else 'the cache'}"
+    return f"data.dvc {version[:8]} is in no cache or remote that can be reached: data/ is made again from the source"
+
+
+def _require_own_files(folder: Path) -> None:
+    """Raise BadInput ``data_foreign`` if somebody keeps files of theirs in data/, which DVC and ingest replace whole."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    foreign = [name for name in names if name not in OWN_NAMES and not name.endswith(".part")]
+    if foreign:
+        raise BadInput(
+            "data_foreign",
+            "data/ holds files that are not Trainyard's",
+            value=foreign[0],
+            constraint="left to ingest",
+            knob="ingest.location to another folder, and move them there",
+        )
+
+
+def _require_in_step(root: Path, pointer: Path) -> None:
+    """Raise BadInput ``data_behind`` if data/ differs from ``pointer``, which another than this project's ingest has moved."""
+    with _open(root) as repo:
+        if _waiting(lambda: repo.status(targets=[str(pointer.resolve())]), "dvc status"):
+            raise BadInput(
+                "data_behind",
+                "data.dvc names another version than data/ holds",
+                value=f"data.dvc {_version(pointer)[:8]}",
+                constraint="the version in data/",
+                knob="dvc pull data.dvc to take it, or dvc add data to keep what is here",
+            )
+
+
+def _last_version(root: Path) -> str:
+    """The version of data/ that this folder's last ingest or restore left, "" where there was none."""
+    path = root / LAST_VERSION
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _remember(root: Path, version: str) -> None:
+    write_atomic(root / LAST_VERSION, version.encode())
 
 
 def track_data(root: Path, push: bool) -> tuple[str, str]:
@@ -73,6 +121,7 @@ def track_data(root: Path, push: bool) -> tuple[str, str]:
                     knob=f"dvc remote modify {remote}, or ingest.push: false",
                 ) from error
             done += f", pushed to {remote}"
+    _remember(root, _version(pointer))
     return _version(pointer), done
 
 

@@ -48,6 +48,13 @@ class Artifact(BaseModel):
         assert name in self.files, f"{type(self).__name__} has no file {name!r}"
         return self.folder / name
 
+    @classmethod
+    def remedy(cls, force: bool = False) -> str:
+        """The command that makes it (again): effects are no stages of DVC."""
+        if cls.STAGE in ("ingest", "register", "deploy"):
+            return "make run" if cls.STAGE == "deploy" else f"python -m tasks.{cls.STAGE}"
+        return f"dvc repro {'--force ' if force else ''}{cls.STAGE}"
+
     def content(self) -> dict[str, Any]:
         """Everything but the digest, as plain JSON values."""
         return self.model_dump(mode="json", exclude={"digest"})
@@ -79,15 +86,11 @@ class Artifact(BaseModel):
         try:
             raw = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            raise BadInput(
-                "artifact_missing", f"{name} is not there", value=path, constraint=f"written by {cls.STAGE}", knob=f"dvc repro {cls.STAGE}"
-            ) from None
+            raise BadInput("artifact_missing", f"{name} is not there", value=path, constraint=f"written by {cls.STAGE}", knob=cls.remedy()) from None
         try:
             artifact = cls.model_validate(json.loads(raw))
         except (ValueError, ValidationError):
-            raise BadInput(
-                "artifact_format", f"{path} is no {name} of this version", constraint="format 1", knob=f"dvc repro --force {cls.STAGE}"
-            ) from None
+            raise BadInput("artifact_format", f"{path} is no {name} of this version", constraint="format 1", knob=cls.remedy(force=True)) from None
         actual = digest_of(artifact.content())
         if artifact.digest != actual:
             raise BadInput(
@@ -95,7 +98,7 @@ class Artifact(BaseModel):
                 f"{path} was changed after it was written",
                 value=f"digest {artifact.digest[:12]}",
                 constraint=actual[:12],
-                knob=f"dvc repro --force {cls.STAGE}",
+                knob=cls.remedy(force=True),
             )
         artifact._root = root if root is not None else path.parent
         return artifact
@@ -105,9 +108,7 @@ class Artifact(BaseModel):
         for name, expected in sorted(self.files.items()):
             path = self.folder / name
             if not path.is_file():
-                raise BadInput(
-                    "artifact_missing", f"{type(self).__name__}: a file is gone", value=path, knob=f"dvc checkout or dvc repro {self.STAGE}"
-                )
+                raise BadInput("artifact_missing", f"{type(self).__name__}: a file is gone", value=path, knob=self.remedy(force=True))
             actual = sha256_file(path)
             if actual != expected:
                 raise BadInput(
@@ -115,7 +116,7 @@ class Artifact(BaseModel):
                     f"{path} was changed after it was written",
                     value=f"sha256 {actual[:12]}",
                     constraint=expected[:12],
-                    knob=f"dvc repro --force {self.STAGE}",
+                    knob=self.remedy(force=True),
                 )
         return self
 
@@ -130,7 +131,7 @@ class Artifact(BaseModel):
                     f"{type(self).__name__} was made from another {name}",
                     value=found[:12],
                     constraint=parent.digest[:12],
-                    knob=f"dvc repro {self.STAGE}",
+                    knob=self.remedy(),
                 )
         return self
 

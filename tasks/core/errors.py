@@ -65,6 +65,8 @@ CODES: dict[str, str] = {
     "export_mismatch": "the exported ONNX model answers differently from the trained one",
     "checkpoint_corrupt": "a checkpoint cannot be read or fails its digest",
     "remote_unavailable": "the DVC remote cannot be reached",
+    "data_foreign": "data/ holds files that ingest did not write",
+    "data_behind": "data.dvc names another version than data/ holds",
     "dvc_failed": "DVC refused a command",
     "registry_unavailable": "the MLflow tracking store cannot be reached",
     "server_unavailable": "the Prefect server cannot be reached",

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import Transient
+from tasks.core.errors import BadInput, Transient
 
 STATE = Path(".trainyard")
 """Machine-local state (checkpoints, servers, locks), git-ignored, below the project's root."""
@@ -98,9 +98,16 @@ def publish_dir(target: Path) -> Iterator[Path]:
 def file_lock(path: Path, timeout_s: float, what: str) -> Iterator[None]:
     """Hold an advisory lock on ``path``, waiting up to ``timeout_s`` seconds with jitter.
 
-    The kernel frees the lock when its holder dies, so it is never stale. Raises Transient ``lock_busy``.
+    TRAINYARD_LOCK_TIMEOUT_S, a number of seconds, takes the place of ``timeout_s``. The kernel frees the lock when its
+    holder dies, so it is never stale. Raises Transient ``lock_busy``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    asked = os.environ.get("TRAINYARD_LOCK_TIMEOUT_S", "")
+    if asked:
+        try:
+            timeout_s = float(asked)
+        except ValueError:
+            raise BadInput("unknown_option", "TRAINYARD_LOCK_TIMEOUT_S", value=asked, constraint="a number of seconds") from None
     with path.open("a+") as handle:
         deadline = time.monotonic() + timeout_s
         while True:
