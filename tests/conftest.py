@@ -42,7 +42,7 @@ class Project:
         home = {"PREFECT_HOME": str(self.root / ".trainyard" / "prefect"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         return {**clean, **QUIET, **GIT_AUTHOR, **home}
 
-    def run(self, *command: str, check: bool = True, timeout_s: float = 280, env: Mapping[str, str] | None = None) -> Done:
+    def run(self, *command: str, check: bool = True, timeout_s: float = 560, env: Mapping[str, str] | None = None) -> Done:
         """Run a command in the project; with ``check``, its output is shown when it fails."""
         done = subprocess.run(
             command, cwd=self.root, env={**self.environment, **(env or {})}, capture_output=True, text=True, check=False, timeout=timeout_s
@@ -50,7 +50,7 @@ class Project:
         assert done.returncode == 0 or not check, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def python(self, *arguments: str, check: bool = True, timeout_s: float = 280, env: Mapping[str, str] | None = None) -> Done:
+    def python(self, *arguments: str, check: bool = True, timeout_s: float = 560, env: Mapping[str, str] | None = None) -> Done:
         """``python ARGUMENTS`` in the project, such as ``-m tasks.train``."""
         return self.run(sys.executable, *arguments, check=check, timeout_s=timeout_s, env=env)
 

@@ -19,7 +19,7 @@ ARCHIVE = Path(os.environ.get("TRAINYARD_DATA", ROOT.parent / "shared" / "data")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no {ARCHIVE.name} in $TRAINYARD_DATA or ../shared/data")
 def test_flowers_from_archive_to_a_curl(tmp_path: Path) -> None:
     project = make_project(tmp_path / "project")

@@ -64,7 +64,7 @@ def test_the_readmes_three_commands(project: Project) -> None:
         with background(project, "worker.log", "prefect", "worker", "start", "--pool", "trainyard", env={**api, "PREFECT_WORKER_QUERY_SECONDS": "1"}):
             overrides = 'overrides={"train":{"epochs":8}}'
             command = ("prefect", "deployment", "run", "retrain/manual", "--param", overrides, "--watch", "--watch-interval", "2")
-            watched = project.run(*command, check=False, timeout_s=240, env=api)
+            watched = project.run(*command, check=False, timeout_s=480, env=api)
             log = (project.root / ".trainyard" / "worker.log").read_text(encoding="utf-8")
             assert watched.returncode == 0, f"{watched.stdout}\n{watched.stderr}\n{log}"
             assert load_params(project.root / "params.yaml").train.epochs == 8
@@ -81,7 +81,5 @@ def test_the_readmes_three_commands(project: Project) -> None:
             )
             said = "\n".join(entry["message"] for entry in runs)
             assert "epoch 8/8" in said  # the child's lines reached the flow run's log
-            project.run("prefect", "deployment", "run", "retrain/nightly", "--watch", "--watch-interval", "2", timeout_s=120, env=api)
-            assert "nothing changed (nightly)" in project.run("prefect", "flow-run", "ls", "--state", "Unchanged", env=api).stdout or "Unchanged" in (
-                project.root / ".trainyard" / "worker.log"
-            ).read_text(encoding="utf-8")
+            project.run("prefect", "deployment", "run", "retrain/nightly", "--watch", "--watch-interval", "2", timeout_s=240, env=api)
+            assert "Unchanged('nothing changed (nightly)'" in (project.root / ".trainyard" / "worker.log").read_text(encoding="utf-8")

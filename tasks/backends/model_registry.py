@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tasks.core.errors import BadInput, Transient
-from tasks.core.files import STATE, file_lock
+from tasks.core.files import STATE, file_lock, publish_dir
 from tasks.core.process import quiet_environment
 
 CHAMPION = "champion"
@@ -83,10 +84,22 @@ def champion(root: Path, model_name: str) -> Champion | None:
         version = _by_alias(client, model_name, CHAMPION)
         if version is None:
             return None
-        import mlflow
+        digest = version.tags[DIGEST_TAG]
+        return Champion(str(version.version), digest, _files_of(root, version.run_id, digest))
 
-        folder = mlflow.artifacts.download_artifacts(run_id=version.run_id, artifact_path=FOLDER)
-        return Champion(str(version.version), version.tags[DIGEST_TAG], Path(folder))
+
+def _files_of(root: Path, run_id: str, model_digest: str) -> Path:
+    """The files of a registered model, downloaded once to .trainyard/champion/<digest>; the former champion's give way."""
+    import mlflow
+
+    kept = root / STATE / "champion" / model_digest
+    if not kept.is_dir():
+        with publish_dir(kept) as work:
+            mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=FOLDER, dst_path=str(work))
+        for other in kept.parent.iterdir():
+            if other != kept:
+                shutil.rmtree(other, ignore_errors=True)
+    return kept / FOLDER
 
 
 def alias_version(root: Path, model_name: str, alias: str) -> str | None:
@@ -160,6 +173,7 @@ def _client(root: Path) -> Iterator[Any]:
     import logging
 
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import mlflow
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
