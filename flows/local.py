@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -142,7 +143,16 @@ def main() -> None:
     quiet_environment()
     overrides = parse_overrides(sys.argv[1:])
     load_params()
-    print(retrain_here(overrides))
+    last_words: list[str] = []
+    # Registered before Prefect's own exit handlers, so it runs after them: the error is the last line.
+    atexit.register(lambda: print(*last_words, sep="\n", end="", file=sys.stderr, flush=True))
+    try:
+        print(retrain_here(overrides), flush=True)
+    except (TrainyardError, StageFailed) as error:
+        if os.environ.get("TRAINYARD_DEBUG", "") not in ("", "0"):
+            traceback.print_exception(error)
+        last_words.append(f"{error}\n")
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
