@@ -339,7 +339,7 @@ class GateDecision(Artifact):
 
 
 class ModelVersion(Artifact):
-    """A version in the MLflow registry. File: artifacts/registry/version.json. Writer: register. Readers: package, deploy.
+    """A version in the MLflow registry. File: artifacts/registry/version.json. Writer: register. Reader: deploy.
 
     No DVC out: the version number depends on the registry's history.
     """
