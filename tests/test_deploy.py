@@ -429,3 +429,13 @@ def test_the_command_takes_no_other_option(site: Site) -> None:
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80")])
 def test_an_address_for_all_is_reached_on_this_machine(host: str, url: str) -> None:
     assert serving.url_of(host, 80) == url
+
+
+def test_a_launch_returns_once_its_server_can_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment after exec the kernel shows no environment; on a busy machine such a server was taken for dead."""
+    look, looks = serving.running, itertools.count()
+    monkeypatch.setattr(serving, "running", lambda root: {} if next(looks) < 3 else look(root))
+    server = serving.launch(tmp_path, tmp_path / "no-bento", "none:1", "127.0.0.1", free_port())
+    assert server.id in serving.running(tmp_path)
+    serving.retire(tmp_path, server.id)
+    assert server.id not in serving.running(tmp_path)

@@ -127,6 +127,9 @@ def launch(root: Path, bento: Path, tag: str, host: str, port: int) -> Server:
         child = subprocess.Popen(
             command, cwd=home / "cwd", env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
         )
+    # For a moment after exec the kernel shows no environment yet: a server that is not seen would be taken for dead.
+    while child.poll() is None and identity not in running(root):
+        time.sleep(0.01)
     return Server(identity, tag, host, port, child.pid, str(log))
 
 
