@@ -38,6 +38,7 @@ gate = dvc_stage("gate", GateDecision, forced_when=bindings.verdict_is_stale)
 record_rejected = effect("register", GateDecision, "--rejected")
 register = effect("register", ModelVersion)
 package = dvc_stage("package", BentoRef)
+rehearse = effect("deploy", BentoRef, "--rehearse")
 deploy = effect("deploy", Endpoint)
 
 
@@ -65,9 +66,10 @@ def retrain(overrides: dict[str, dict[str, Any]] | None = None, reason: str = "a
             record_rejected(root)
             publish_summary(root, reasons)
             return Completed(name="Rejected", message=decision.reason, data=reasons)
-        packaged = package.start(root)  # neither needs the other
-        register(root)
-        packaged()
+        registered = register.start(root)  # what a rehearsal needs, and needs not wait for
+        package(root)
+        rehearse(root)
+        registered()
         deploy(root)
         publish_summary(root, reasons)
         return Completed(message="; ".join(reasons), data=reasons)

@@ -1,8 +1,9 @@
 """Puts an approved, registered, packaged model in service, or leaves everything as it was.
 
-    python -m tasks.deploy            deploy what the project's artifacts name
-    python -m tasks.deploy --serve    start again what was deployed last (after a reboot); no new verdict
-    python -m tasks.deploy --stop     end the service
+    python -m tasks.deploy              deploy what the project's artifacts name
+    python -m tasks.deploy --rehearse   only its first half, the rehearsal: the flow has it done while MLflow records the model
+    python -m tasks.deploy --serve      start again what was deployed last (after a reboot); no new verdict
+    python -m tasks.deploy --stop       end the service
 
 The new server first answers held-out images on a spare port, as the evaluation did. Then it joins the former one on the
 public port, the alias `champion` moves, and the former ends: at no moment does nothing answer. Whatever fails before
@@ -22,9 +23,9 @@ from typing import Any, NamedTuple
 from tasks.backends import serving
 from tasks.backends.serving import Server
 from tasks.core.artifacts import BentoRef, DatasetRef, Endpoint, EvaluationReport, GateDecision, ModelVersion, require_approval
-from tasks.core.config import DeployConfig, load_params
+from tasks.core.config import PARAMS, DeployConfig, load_params
 from tasks.core.errors import BadInput, Rejected, run
-from tasks.core.files import STATE, file_lock
+from tasks.core.files import STATE, digest_of, file_lock, write_atomic
 from tasks.core.process import QUIET, die_with_parent, quiet_environment
 from tasks.images.shards import find_rows
 
@@ -67,11 +68,9 @@ def deploy(
             promote()
             return _endpoint(public, bento, version, config).save(root)
         _require_address(former, config)
-        expected = held_out(report, dataset, config.smoke_images)
-        folder = _stored(root, bento.tag) if former and former.tag == bento.tag else install(bento, root)
         try:
-            _rehearse(root, folder, bento, expected, config)
-            new = _join(root, folder, bento, expected[0], config)
+            folder = _rehearsed(root, former, bento, report, dataset, config)
+            new = _join(root, folder, bento, config)
             promote()
         except BaseException:
             serving.sweep(root, keep=former)
@@ -83,14 +82,27 @@ def deploy(
         return endpoint
 
 
-def _require_chain(bento: BentoRef, version: ModelVersion, report: EvaluationReport, decision: GateDecision) -> None:
+def rehearse(bento: BentoRef, report: EvaluationReport, dataset: DatasetRef, decision: GateDecision, config: DeployConfig, *, root: Path) -> BentoRef:
+    """Import ``bento`` and compare its answers with evaluation's, touching nothing that serves; ``deploy`` then need not.
+
+    Raises as ``deploy`` does for the same faults.
+    """
+    _require_chain(bento, None, report, decision)
+    with _locked(root):
+        former = serving.current(root)
+        serving.sweep(root, keep=former)
+        _rehearsed(root, former, bento, report, dataset, config)
+    return bento
+
+
+def _require_chain(bento: BentoRef, version: ModelVersion | None, report: EvaluationReport, decision: GateDecision) -> None:
     """Fail closed unless the verdict approves this Bento's model, and Bento, version and evaluation are of that model."""
     if not (decision.approved and decision.checks and all(check.passed for check in decision.checks)):
         raise Rejected("rejected", "the gate did not approve this model", value=decision.reason, knob="see artifacts/gate/decision.json")
     decision.require_made_from(report)
     bento.require_made_from(report, decision)
     for artifact in (bento, version):
-        if artifact.model_digest != decision.model_digest:
+        if artifact and artifact.model_digest != decision.model_digest:
             raise BadInput(
                 "artifact_foreign",
                 f"{type(artifact).__name__} is of another model than the verdict",
@@ -142,6 +154,7 @@ def install(bento: BentoRef, root: Path) -> Path:
     A Bento of that tag that is there already gives way: a crash may have left half of one.
     """
     target = _stored(root, bento.tag)
+    target.with_name(f"{target.name}.rehearsed").unlink(missing_ok=True)
     shutil.rmtree(target, ignore_errors=True)
     home = (root / STATE / "bentoml").resolve()
     home.mkdir(parents=True, exist_ok=True)
@@ -169,12 +182,21 @@ def _prune(root: Path, keep: str) -> None:
     kept = _stored(root, keep)
     others = sorted((path for path in kept.parent.iterdir() if path.is_dir() and path != kept), key=lambda path: path.stat().st_mtime)
     for path in others[: -(KEPT_BENTOS - 1)]:
+        path.with_name(f"{path.name}.rehearsed").unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
         (root / STATE / "serve" / f"{path.parent.name}-{path.name}.log").unlink(missing_ok=True)
 
 
-def _rehearse(root: Path, folder: Path, bento: BentoRef, expected: list[Expected], config: DeployConfig) -> None:
-    """Start the new server on a spare loopback port and compare its answers with evaluation's; end it either way."""
+def _rehearsed(root: Path, former: Server | None, bento: BentoRef, report: EvaluationReport, dataset: DatasetRef, config: DeployConfig) -> Path:
+    """The Bento's folder in the store, after it has answered as evaluation did, now or in a rehearsal of the same things."""
+    folder = _stored(root, bento.tag)
+    proof = digest_of([bento.digest, report.digest, dataset.digest, config.smoke_images, config.max_probability_difference]).encode()
+    record = folder.with_name(f"{folder.name}.rehearsed")
+    if (folder / "bento.yaml").is_file() and record.is_file() and record.read_bytes() == proof:
+        return folder
+    expected = held_out(report, dataset, config.smoke_images)
+    if not (former and former.tag == bento.tag):
+        install(bento, root)
     spare = serving.launch(root, folder, bento.tag, "127.0.0.1", serving.spare_port())
     try:
         serving.wait_ready(root, spare, config.ready_timeout_s, lambda: serving.served_tag(spare.url) == bento.tag)
@@ -182,9 +204,11 @@ def _rehearse(root: Path, folder: Path, bento: BentoRef, expected: list[Expected
             compare(spare.url, image, bento.tag, config)
     finally:
         serving.retire(root, spare.id)
+    write_atomic(record, proof)
+    return folder
 
 
-def _join(root: Path, folder: Path, bento: BentoRef, image: Expected, config: DeployConfig) -> Server:
+def _join(root: Path, folder: Path, bento: BentoRef, config: DeployConfig) -> Server:
     """Start the new server on the public port, beside the former one, and wait until it answers there."""
     new = serving.launch(root, folder, bento.tag, config.host, config.port)
     serving.wait_ready(root, new, config.ready_timeout_s, lambda: serving.served_tag(new.url) == bento.tag)
@@ -250,8 +274,16 @@ def deploy_project(root: Path) -> Endpoint:
     def promote() -> None:
         model_registry.promote(root, version.name, version.version, expected)
 
-    report, dataset, config = EvaluationReport.load(root), DatasetRef.load(root), load_params(root / "params.yaml").deploy
+    report, dataset, config = EvaluationReport.load(root), DatasetRef.load(root), load_params(root / PARAMS).deploy
     return deploy(BentoRef.load(root), version, report, dataset, decision, config, promote=promote, root=root)
+
+
+def rehearse_project(root: Path) -> str:
+    """Rehearse what the artifacts below ``root`` name, checking the verdict again."""
+    decision, report, dataset = require_approval(root), EvaluationReport.load(root), DatasetRef.load(root)
+    config = load_params(root / PARAMS).deploy
+    bento = rehearse(BentoRef.load(root), report, dataset, decision, config, root=root)
+    return f"rehearsed {bento.tag}: {config.smoke_images} test images answered as the evaluation did"
 
 
 def serve(root: Path) -> Endpoint:
@@ -259,7 +291,7 @@ def serve(root: Path) -> Endpoint:
 
     Raises BadInput ``artifact_missing`` where nothing was deployed or its Bento is gone, else as ``deploy``.
     """
-    endpoint, config = Endpoint.load(root), load_params(root / "params.yaml").deploy
+    endpoint, config = Endpoint.load(root), load_params(root / PARAMS).deploy
     with _locked(root):
         server = serving.current(root)
         serving.sweep(root, keep=server)
@@ -299,10 +331,10 @@ def main() -> None:
     """Deploy, or do what the option says."""
     die_with_parent()
     quiet_environment()
-    actions: dict[str, Callable[[Path], Endpoint | str]] = {"": deploy_project, "--serve": serve, "--stop": stop}
+    actions: dict[str, Callable[[Path], Endpoint | str]] = {"": deploy_project, "--rehearse": rehearse_project, "--serve": serve, "--stop": stop}
     option = " ".join(sys.argv[1:])
     if option not in actions:
-        raise BadInput("unknown_option", "tasks.deploy takes one option", value=option, constraint="--serve, --stop or nothing")
+        raise BadInput("unknown_option", "tasks.deploy takes one option", value=option, constraint="--rehearse, --serve, --stop or nothing")
     done = actions[option](Path())
     print(done if isinstance(done, str) else f"serving {done.tag} at {done.url}")
 

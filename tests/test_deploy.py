@@ -29,7 +29,7 @@ from tasks.backends import model_registry, serving
 from tasks.core.artifacts import BentoRef, Endpoint, EvaluationReport, GateDecision, file_digests, lineage
 from tasks.core.config import DeployConfig, PackageConfig
 from tasks.core.errors import BadInput, Rejected, Transient
-from tasks.deploy import KEPT_BENTOS, deploy, deploy_project, held_out, install, serve, stop
+from tasks.deploy import KEPT_BENTOS, deploy, deploy_project, held_out, install, rehearse, serve, stop
 from tasks.package import package
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="no SO_REUSEPORT")
@@ -131,6 +131,37 @@ def test_deploying_what_is_in_service_changes_nothing_but_makes_sure_of_the_alia
     assert current(with_a) == before
     assert with_a.promoted == ["A"]
     assert Endpoint.exists(with_a.root)
+
+
+def test_a_rehearsed_bento_is_not_rehearsed_again_and_any_other_is(with_a: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, bento = with_a.versions["B"]
+    before, launch, launched = current(with_a), serving.launch, []
+
+    def launching(root: Path, bento: Path, tag: str, host: str, port: int) -> serving.Server:
+        launched.append(port)
+        return launch(root, bento, tag, host, port)
+
+    monkeypatch.setattr(serving, "launch", launching)
+    assert rehearse(bento, project.report, project.dataset, project.decision, with_a.config, root=with_a.root) == bento
+    assert current(with_a) == before, "what serves is left alone"
+    assert list(serving.running(with_a.root)) == [before.id], "the spare server ended"
+    assert len(launched) == 1
+    with_a.deploy("B")
+    assert launched[1:] == [with_a.config.port], "only the server that joins the public port"
+    with_a.deploy("A", with_a.config.model_copy(update={"smoke_images": 3}))
+    assert len(launched) == 4, "another smoke test is another rehearsal"
+
+
+def test_a_failed_rehearsal_vouches_for_nothing(with_a: Site, tmp_path: Path) -> None:
+    project, bento = with_a.versions["B"]
+    report = tampered(with_a, tmp_path)
+    decision = project.decision.model_copy(update={"made_from": lineage(project.model, report)}).save(report.root)
+    wrong = bento.model_copy(update={"made_from": lineage(project.model, report, decision)})
+    for _ in range(2):
+        with pytest.raises(BadInput, match=r"smoke_test_failed.*another probability"):
+            rehearse(wrong, report, project.dataset, decision, with_a.config, root=with_a.root)
+    with pytest.raises(BadInput, match=r"smoke_test_failed.*another probability"):
+        with_a.deploy("B", report=report)
 
 
 def test_wrong_answers_are_refused_and_the_former_serves_on(with_a: Site, tmp_path: Path) -> None:
