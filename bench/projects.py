@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from bench.machine import ROOT
 from tasks.core.config import apply_overrides
-from tasks.core.process import QUIET
+from tasks.core.process import QUIET, spare_port
 
 
 @contextmanager
@@ -29,10 +28,7 @@ def fresh_project(preset: str, **overrides: dict[str, object]) -> Iterator[Path]
             if (ROOT / name).is_file():
                 shutil.copy2(ROOT / name, root / name)
         shutil.copy(ROOT / "presets" / f"{preset}.yaml", root / "params.yaml")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        apply_overrides({"deploy": {"port": port}, **overrides}, root / "params.yaml")
+        apply_overrides({"deploy": {"port": spare_port()}, **overrides}, root / "params.yaml")
         (root / ".trainyard" / "prefect").mkdir(parents=True)
         run(root, "-m", "prefect", "server", "database", "upgrade", "-y")  # as `make setup` does
         author = ["-c", "user.name=bench", "-c", "user.email=bench@localhost"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from tasks.core import errors
 from tasks.core.config import load_params
 from tasks.core.errors import BadInput, StageFailed, TrainyardError, Transient
 from tasks.core.files import STATE
-from tasks.core.process import end_group, quiet_environment
+from tasks.core.process import end_group, quiet_environment, spare_port
 
 START_TIMEOUT_S = 120.0
 SERVER = ("uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--log-level", "error", "--lifespan", "on")
@@ -40,9 +39,7 @@ def start_server() -> None:
         return
     home = Path(os.environ.setdefault("PREFECT_HOME", str(Path.cwd() / STATE / "prefect")))
     home.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = spare_port()
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
     os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"

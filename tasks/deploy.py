@@ -26,7 +26,7 @@ from tasks.core.artifacts import BentoRef, DatasetRef, Endpoint, EvaluationRepor
 from tasks.core.config import PARAMS, DeployConfig, load_params
 from tasks.core.errors import BadInput, Rejected, run
 from tasks.core.files import STATE, digest_of, file_lock, write_atomic
-from tasks.core.process import QUIET, die_with_parent, quiet_environment
+from tasks.core.process import QUIET, die_with_parent, quiet_environment, spare_port
 from tasks.images.shards import find_rows
 
 LOCK_TIMEOUT_S = 300.0
@@ -197,7 +197,7 @@ def _rehearsed(root: Path, former: Server | None, bento: BentoRef, report: Evalu
     expected = held_out(report, dataset, config.smoke_images)
     if not (former and former.tag == bento.tag):
         install(bento, root)
-    spare = serving.launch(root, folder, bento.tag, "127.0.0.1", serving.spare_port())
+    spare = serving.launch(root, folder, bento.tag, "127.0.0.1", spare_port())
     try:
         serving.wait_ready(root, spare, config.ready_timeout_s, lambda: serving.served_tag(spare.url) == bento.tag)
         for image in expected:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tasks.core.config import apply_overrides
-from tasks.core.process import QUIET
+from tasks.core.process import QUIET, spare_port
 
 ROOT = Path(__file__).parents[1]
 GIT_AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (("NAME", "Test"), ("EMAIL", "test@localhost"))}
@@ -61,13 +60,6 @@ class Project:
         return Project(self.root, done.stdout + done.stderr, time.monotonic() - start)
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @cache
 def prefect_home() -> Path:
     """A Prefect home with a migrated database, as `make setup` makes it: made once, since the migrations take long."""
@@ -87,7 +79,7 @@ def make_project(folder: Path, **overrides: dict[str, object]) -> Project:
         if source.is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / name)
-    apply_overrides({"deploy": {"port": free_port()}, **overrides}, folder / "params.yaml")
+    apply_overrides({"deploy": {"port": spare_port()}, **overrides}, folder / "params.yaml")
     shutil.copytree(prefect_home(), folder / ".trainyard" / "prefect")
     project = Project(folder)
     for command in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-qm", "start"]):

@@ -23,12 +23,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tiny_project import REPO, Project, free_port, make_project, picture, register, write_predictions
+from tiny_project import REPO, Project, make_project, picture, register, write_predictions
 
 from tasks.backends import model_registry, serving
 from tasks.core.artifacts import BentoRef, Endpoint, EvaluationReport, GateDecision, file_digests, lineage
 from tasks.core.config import DeployConfig, PackageConfig
 from tasks.core.errors import BadInput, Rejected, Transient
+from tasks.core.process import spare_port
 from tasks.deploy import KEPT_BENTOS, deploy, deploy_project, held_out, install, rehearse, serve, stop
 from tasks.package import package
 
@@ -82,7 +83,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         versions[name] = (project, bento)
     root = tmp_path_factory.mktemp("site")
     shutil.copy(REPO / "presets" / "digits.yaml", root / "params.yaml")
-    config = DeployConfig(port=free_port(), ready_timeout_s=90.0)
+    config = DeployConfig(port=spare_port(), ready_timeout_s=90.0)
     text = (root / "params.yaml").read_text().replace("port: 3000", f"port: {config.port}").replace("ready_timeout_s: 60.0", "ready_timeout_s: 90.0")
     (root / "params.yaml").write_text(text)
     yield Site(root, config, versions)
@@ -309,7 +310,7 @@ def test_a_taken_port_is_named_before_anything_is_touched(site: Site, tmp_path: 
 
 def test_a_server_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
     (tmp_path / "bento").mkdir()
-    server = serving.launch(tmp_path, tmp_path / "bento", "broken:1", "127.0.0.1", free_port())
+    server = serving.launch(tmp_path, tmp_path / "bento", "broken:1", "127.0.0.1", spare_port())
     start = time.monotonic()
     with pytest.raises(BadInput, match=r"service_not_ready.*ended.*(Error|Exception)"):
         serving.wait_ready(tmp_path, server, 60.0, lambda: False)
@@ -336,7 +337,7 @@ def test_foreign_and_rejected_artifacts_start_nothing(site: Site, tmp_path: Path
                 judged.report,
                 judged.dataset,
                 decision,
-                DeployConfig(port=free_port()),
+                DeployConfig(port=spare_port()),
                 promote=lambda: refused.append("promoted"),
                 root=tmp_path / "fresh",
             )
@@ -466,7 +467,7 @@ def test_a_launch_returns_once_its_server_can_be_seen(tmp_path: Path, monkeypatc
     """For a moment after exec the kernel shows no environment; on a busy machine such a server was taken for dead."""
     look, looks = serving.running, itertools.count()
     monkeypatch.setattr(serving, "running", lambda root: {} if next(looks) < 3 else look(root))
-    server = serving.launch(tmp_path, tmp_path / "no-bento", "none:1", "127.0.0.1", free_port())
+    server = serving.launch(tmp_path, tmp_path / "no-bento", "none:1", "127.0.0.1", spare_port())
     assert server.id in serving.running(tmp_path)
     serving.retire(tmp_path, server.id)
     assert server.id not in serving.running(tmp_path)

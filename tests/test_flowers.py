@@ -10,10 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, free_port, make_project
+from conftest import ROOT, make_project
 
 from tasks.core.artifacts import DatasetRef, Endpoint, EvaluationReport, GateDecision
 from tasks.core.config import apply_overrides
+from tasks.core.process import spare_port
 
 ARCHIVE = Path(os.environ.get("TRAINYARD_DATA", ROOT.parent / "shared" / "data")) / "flowers.zip"
 
@@ -25,7 +26,7 @@ def test_flowers_from_archive_to_a_curl(tmp_path: Path) -> None:
     project = make_project(tmp_path / "project")
     shutil.copy(ROOT / "presets" / "flowers.yaml", project.root / "params.yaml")
     few = {"train": {"epochs": 3}, "gate": {"min_accuracy": 0.4, "min_class_recall": 0.1, "min_macro_f1": 0.35}}
-    apply_overrides({"ingest": {"location": str(ARCHIVE)}, "deploy": {"port": free_port()}, **few}, project.root / "params.yaml")
+    apply_overrides({"ingest": {"location": str(ARCHIVE)}, "deploy": {"port": spare_port()}, **few}, project.root / "params.yaml")
     try:
         project.retrain()
         data, report = DatasetRef.load(project.root), EvaluationReport.load(project.root)

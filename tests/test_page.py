@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_project import CLASSES, REPO, Running, free_port, make_project, picture, predict, serve_bento
+from tiny_project import CLASSES, REPO, Running, make_project, picture, predict, serve_bento
 
 from tasks.core.config import PackageConfig
+from tasks.core.process import spare_port
 from tasks.package import package
 
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
@@ -90,7 +91,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def page(server: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     from websockets.sync.client import connect
 
-    port, profile = free_port(), tmp_path_factory.mktemp("profile")
+    port, profile = spare_port(), tmp_path_factory.mktemp("profile")
     command = [BROWSER, *FLAGS.split(), f"--user-data-dir={profile}", f"--remote-debugging-port={port}", "about:blank"]
     browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:

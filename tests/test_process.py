@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.core.process import run_child
+from tasks.core.process import run_child, spare_port
 
 ROOT = Path(__file__).parents[1]
 GRANDCHILD = """
@@ -104,3 +105,14 @@ def test_a_foreign_program_dies_with_a_parent_that_was_killed(tmp_path: Path) ->
     parent.wait()
     parent.stdout.close()
     assert gone(int(pid))
+
+
+def test_a_spare_port_is_none_that_the_kernel_gives_to_outgoing_connections() -> None:
+    """One taken from the kernel's own range was gone again when a server bound it half a minute later."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {spare_port() for _ in range(50)}
+    assert len(ports) > 40
+    assert not [port for port in ports if low <= port <= high]
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))

@@ -11,9 +11,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-from conftest import Project, free_port
+from conftest import Project
 
 from tasks.core.config import apply_overrides
+from tasks.core.process import spare_port
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +149,7 @@ def test_a_taken_port_stops_deploy_before_anything_is_stopped_and_the_flow_says_
     path = finished.root / "params.yaml"
     params = path.read_bytes()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port()))
+        taken.bind(("127.0.0.1", spare_port()))
         taken.listen()
         port = taken.getsockname()[1]
         try:

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
-from conftest import Project, free_port
+from conftest import Project
 
 from tasks.core.artifacts import Endpoint
 from tasks.core.config import load_params
+from tasks.core.process import spare_port
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def wait_for(url: str, seconds: float = 90) -> None:
 
 
 def test_the_readmes_three_commands(project: Project) -> None:
-    port = free_port()
+    port = spare_port()
     api = {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     with background(project, "server.log", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), env={}):
         wait_for(f"http://127.0.0.1:{port}/api/health")

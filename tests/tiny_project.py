@@ -6,7 +6,6 @@ Used by the tests of package, service, page and deploy. No torch, no training: t
 from __future__ import annotations
 
 import io
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from tasks.core.artifacts import (
     lineage,
 )
 from tasks.core.files import sha256_file
+from tasks.core.process import spare_port
 from tasks.deploy import install
 from tasks.images.decode import load_pixels
 
@@ -224,14 +224,6 @@ def register(project: Project, version: str = "1") -> ModelVersion:
     return ModelVersion(name="classifier", version=version, model_digest=project.model.digest).save(project.root)
 
 
-def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @dataclass(frozen=True)
 class Running:
     """A served Bento."""
@@ -245,7 +237,7 @@ class Running:
 def serve_bento(bento: BentoRef, root: Path) -> Iterator[Running]:
     """Serve the archive on a free port until the block ends, with the code that deploy uses."""
     folder = install(bento, root)
-    server = serving.launch(root, folder, bento.tag, "127.0.0.1", free_port())
+    server = serving.launch(root, folder, bento.tag, "127.0.0.1", spare_port())
     try:
         serving.wait_ready(root, server, 90.0, lambda: serving.served_tag(server.url) == bento.tag)
         yield Running(server.url, bento.tag, root)

@@ -193,13 +193,6 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def spare_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def require_port(host: str, port: int) -> None:
     """Raise BadInput ``port_taken`` where ``port`` cannot be bound, with the id of the program that has it, if it shows."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

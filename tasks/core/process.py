@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -137,6 +139,28 @@ def end_group(pid: int, grace_s: float = 10.0) -> None:
             except ProcessLookupError:
                 return
             time.sleep(0.05)
+
+
+def spare_port() -> int:
+    """A loopback port that is free, and stays so until its server binds it seconds from now.
+
+    Not one that the kernel picks: those it also gives to outgoing connections, and such a port may be gone by then.
+    Raises OSError where a hundred tries found none.
+    """
+    try:
+        below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        below = 32768
+    low, high = (10_000, below) if below > 20_000 else (1024 + below, 65_535)
+    for _ in range(100):
+        port = random.randrange(low, high)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise OSError(f"no free port from {low} to {high}")
 
 
 if __name__ == "__main__":
