@@ -38,8 +38,8 @@ setup:  ## install the locked environment into .venv; skipped when requirements.
 run: setup  ## data -> validated -> trained -> judged -> registered -> packaged -> deployed
 	@$(PY) -m flows.local
 
-test: setup  ## every test
-	@$(PY) -m pytest
+test: setup  ## every test, on as many cores as there are, at most four
+	@$(PY) -m pytest -n auto --maxprocesses 4
 
 lint: setup  ## ruff and mypy
 	@ruff check . && ruff format --check . && mypy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tasks.core.config import apply_overrides
+from tasks.core.files import canonical_json, file_lock, write_atomic
 from tasks.core.process import QUIET, spare_port
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +100,20 @@ def project(tmp_path: Path) -> Iterator[Project]:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     """A project on which the whole flow has run once on the embedded data. Tests must leave it as it is."""
-    made = make_project(tmp_path_factory.mktemp("finished") / "project")
-    yield made.retrain()
-    made.python("-m", "tasks.deploy", "--stop", check=False)
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "finished"
+    record, users = shared / "run.json", shared / "users"
+    users.mkdir(parents=True, exist_ok=True)
+    me = users / str(os.getpid())
+    with file_lock(shared / "lock", 560, "the finished project"):  # pytest's processes share one
+        if not record.exists():
+            made = make_project(shared / "project").retrain()
+            write_atomic(record, canonical_json({"output": made.output, "seconds": made.seconds}))
+        made = Project(shared / "project", **json.loads(record.read_bytes()))
+        made.python("-m", "tasks.deploy", "--serve")  # the last of its former users may have ended it
+        me.touch()
+    yield made
+    with file_lock(shared / "lock", 560, "the finished project"):
+        me.unlink()
+        if not any(users.iterdir()):
+            made.python("-m", "tasks.deploy", "--stop", check=False)
