@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.error import URLError
@@ -20,12 +22,14 @@ from urllib.request import ProxyHandler, build_opener
 from prefect import Task, get_run_logger
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.states import Completed
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
+from prefect.concurrency.sync import concurrency
+from prefect.states import Completed, Failed
 from ruamel.yaml import YAML
 
 from tasks.core.artifacts import Artifact, BentoRef, Endpoint, GateDecision, TrainedModel
 from tasks.core.config import PARAMS, DeployConfig, load_params
-from tasks.core.errors import StageFailed
+from tasks.core.errors import BadInput, StageFailed
 from tasks.core.process import run_child
 
 PYTHON = sys.executable
@@ -37,18 +41,36 @@ CHATTER = re.compile(r"To track the changes|To enable auto staging|\s+(git add|d
 """Advice that DVC repeats after each stage."""
 DVC_BUSY = "Unable to acquire lock"
 TRANSIENT_EXIT = 75
+TRAINING_LIMIT = "trainyard-training"
+"""The global concurrency limit around training: as many at once as it has slots, over all machines of the server."""
+LEASE_S = 60.0
+"""A training renews its slot this often, so the slot of one that was killed is free within a minute and a half."""
+TIME_LIMITS_S = {"train": 7 * 86_400.0}
+"""Longest time of a stage in seconds, where it is not TIME_LIMIT_S. TRAINYARD_TIME_LIMIT_S[_STAGE] takes its place."""
+TIME_LIMIT_S = 6 * 3600.0
+EMBEDDED = "TRAINYARD_EMBEDDED_SERVER"
+"""Set by flows.local where PREFECT_API_URL is the server that lives as long as the run."""
 NO_PROXY = build_opener(ProxyHandler({}))
 A = TypeVar("A", bound=Artifact)
+
+
+class StageTimedOut(StageFailed):
+    """A stage ran past its time limit and was ended, with every process of its group."""
 
 
 class Stage(Generic[A]):
     """A stage as a Prefect task: called in a flow it returns its artifact, or raises StageFailed."""
 
-    def __init__(self, name: str, function: Callable[[Path], State[Any]]) -> None:
-        # No tags: for each of them Prefect asks the server for a concurrency slot, and the embedded server, busy with its
-        # own bookkeeping after a long task, answers 503 and costs a retry of 1.7 s.
-        self.task: Task[[Path], Any] = Task(
-            function,
+    def __init__(self, name: str, function: Callable[[Path], State[Any]], tags: Sequence[str] = ("light",)) -> None:
+        def in_time(root: Path) -> State[Any]:
+            try:
+                return function(root)
+            except StageTimedOut as error:
+                return Failed(name="TimedOut", message=str(error), data=error)
+
+        self.tags = set(tags)
+        self._task: Task[[Path], Any] = Task(
+            in_time,
             name=name,
             retries=3,
             retry_delay_seconds=[2, 10, 30],
@@ -57,6 +79,14 @@ class Stage(Generic[A]):
             cache_policy=NO_CACHE,
             persist_result=False,
         )
+
+    @property
+    def task(self) -> Task[[Path], Any]:
+        """The task. On a real server it carries its tags: for each of them Prefect asks that server for a concurrency slot.
+
+        The embedded server, busy with its own bookkeeping after a long task, answers 503 and costs a retry of 1.7 s.
+        """
+        return self._task.with_options(tags=self.tags) if has_server() else self._task
 
     def __call__(self, root: Path) -> A:
         """Run it now."""
@@ -69,26 +99,75 @@ class Stage(Generic[A]):
         return future.result
 
 
-def dvc_stage(name: str, artifact: type[A], *, forced_when: Callable[[Path], bool] = lambda root: False) -> Stage[A]:
-    """The task that brings DVC stage ``name`` up to date; ends as "Cached" where DVC had nothing to do."""
+def dvc_stage(
+    name: str, artifact: type[A], *, forced_when: Callable[[Path], bool] = lambda root: False, limit: str = "", tags: Sequence[str] = ("light",)
+) -> Stage[A]:
+    """The task that brings DVC stage ``name`` up to date; ends as "Cached" where DVC had nothing to do.
+
+    ``limit`` is a global concurrency limit of which it holds a slot while it runs.
+    """
 
     def bring_up_to_date(root: Path) -> State[Any]:
         force = ["--force"] if forced_when(root) else []
-        lines = _run([*DVC, "repro", "--single-item", *force, name], root, name)
+        with slot(limit):
+            lines = _run([*DVC, "repro", "--single-item", *force, name], root, name, timeout_s=time_limit(name))
         ran = any(line.startswith(f"Running stage '{name}'") for line in lines)
         return _reference(artifact, root, ran)
 
-    return Stage(name, bring_up_to_date)
+    return Stage(name, bring_up_to_date, tags)
 
 
 def effect(name: str, artifact: type[A], *arguments: str) -> Stage[A]:
     """The task of a stage that acts on the outside world, idempotent by digest, and so is no DVC stage."""
 
     def act(root: Path) -> State[Any]:
-        _run([PYTHON, "-m", f"tasks.{name}", *arguments], root, name)
+        _run([PYTHON, "-m", f"tasks.{name}", *arguments], root, name, timeout_s=time_limit(name))
         return _reference(artifact, root, ran=True)
 
     return Stage("-".join([name, *arguments]).replace("--", ""), act)
+
+
+def has_server() -> bool:
+    """Whether runs are recorded on a server that outlives them."""
+    return bool(os.environ.get("PREFECT_API_URL")) and not os.environ.get(EMBEDDED)
+
+
+@contextmanager
+def slot(limit: str) -> Iterator[None]:
+    """Hold a slot of the global concurrency limit ``limit``, waiting for one as long as it takes.
+
+    The slot is leased: it comes free on its own after LEASE_S seconds where the holder was killed. Without a real server, or
+    where the server has no limit of that name, nothing is held. Raises StageFailed (transient) where the server is away.
+    """
+    if not (limit and has_server()):
+        yield
+        return
+    waiting = concurrency(limit, lease_duration=LEASE_S)
+    try:
+        waiting.__enter__()
+    except ConcurrencySlotAcquisitionError as error:
+        raise StageFailed(
+            f"error[server_unavailable]: no slot of {limit} could be asked for; got {error.__cause__ or error}", TRANSIENT_EXIT
+        ) from error
+    try:
+        yield
+    finally:
+        waiting.__exit__(*sys.exc_info())
+
+
+def time_limit(name: str) -> float:
+    """The longest time in seconds that the stage ``name`` may take; raises BadInput ``unknown_option``."""
+    for variable in (f"TRAINYARD_TIME_LIMIT_S_{name.upper()}", "TRAINYARD_TIME_LIMIT_S"):
+        asked = os.environ.get(variable, "")
+        if asked:
+            try:
+                seconds = float(asked)
+            except ValueError:
+                seconds = 0.0
+            if not 0 < seconds < float("inf"):
+                raise BadInput("unknown_option", variable, value=asked, constraint="a number of seconds above 0")
+            return seconds
+    return TIME_LIMITS_S.get(name, TIME_LIMIT_S)
 
 
 def find_changes(root: Path) -> list[str]:
@@ -149,6 +228,12 @@ def explain_status(status: dict[str, Any], params: Sequence[str] = ()) -> list[s
     return sorted(reasons or behind)
 
 
+def source_fingerprint(root: Path) -> str:
+    """The fingerprint of the source that params.yaml names, "" where that kind of source has none. Raises StageFailed."""
+    lines = _run([PYTHON, "-m", "tasks.sources"], root, "fingerprint", quiet=True, timeout_s=time_limit("ingest"))
+    return next((line.removeprefix("fingerprint").strip() for line in reversed(lines) if line.startswith("fingerprint")), "")
+
+
 def in_service(root: Path, config: DeployConfig) -> bool:
     """Whether the address of ``config`` answers and serves exactly the Bento of the model below ``root``."""
     if not all(kind.exists(root) for kind in (Endpoint, TrainedModel, BentoRef)):
@@ -184,8 +269,11 @@ def _reference(artifact: type[Artifact], root: Path, ran: bool) -> State[Any]:
     return Completed(data=loaded, message=reference) if ran else Completed(name="Cached", data=loaded, message=f"{reference} did not change")
 
 
-def _run(command: Sequence[str], root: Path, name: str, quiet: bool = False) -> list[str]:
-    """Run a child below ``root``, its lines into the run's log; returns them. Raises StageFailed with the stage's own error."""
+def _run(command: Sequence[str], root: Path, name: str, quiet: bool = False, timeout_s: float | None = None) -> list[str]:
+    """Run a child below ``root``, its lines into the run's log; returns them.
+
+    Raises StageFailed with the stage's own error, or StageTimedOut after ``timeout_s`` seconds.
+    """
     logger = get_run_logger()
     lines: list[str] = []
 
@@ -194,7 +282,11 @@ def _run(command: Sequence[str], root: Path, name: str, quiet: bool = False) -> 
         if line.strip() and not quiet and not CHATTER.match(line):
             logger.info(line)
 
-    result = run_child(command, cwd=root, on_line=on_line, env=ENVIRONMENT)
+    try:
+        result = run_child(command, cwd=root, on_line=on_line, env=ENVIRONMENT, timeout_s=timeout_s)
+    except subprocess.TimeoutExpired:
+        knob = f"set TRAINYARD_TIME_LIMIT_S_{name.upper()}"
+        raise StageTimedOut(f"error[time_limit]: {name} was ended; got more than {timeout_s:g} s; must be faster; {knob}", 2) from None
     if result.returncode == 0:
         return lines
     raise failure_of(name, result.returncode, lines)

@@ -42,7 +42,7 @@ def start_server() -> None:
     port = spare_port()
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
-    os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+    os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "TRAINYARD_EMBEDDED_SERVER": "1"}
     with (home / "server.log").open("w") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "tasks.core.process", *SERVER, "--port", str(port)],
@@ -116,6 +116,9 @@ def parse_overrides(arguments: list[str]) -> dict[str, dict[str, Any]]:
 
 def retrain_here(overrides: dict[str, dict[str, Any]]) -> str:
     """Run the flow and return its summary. Raises TrainyardError, or StageFailed with a stage's own error."""
+    from flows.parameters import Overrides
+
+    asked = Overrides.checked(overrides)
     start_server()
     from flows.retrain import retrain
     from flows.summary import summary_lines
@@ -124,7 +127,7 @@ def retrain_here(overrides: dict[str, dict[str, Any]]) -> str:
     if os.environ.get("TRAINYARD_DEBUG", "") in ("", "0"):
         for name in ("prefect", "prefect.flow_runs", "prefect.task_runs"):
             logging.getLogger(name).addFilter(ForPeople())
-    state = retrain(overrides, return_state=True)
+    state = retrain(asked, return_state=True)
     result = state.result(raise_on_failure=False)
     if isinstance(result, StageFailed | TrainyardError):
         raise result

@@ -12,7 +12,8 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows import bindings
-from flows.bindings import dvc_stage, effect
+from flows.bindings import TRAINING_LIMIT, dvc_stage, effect
+from flows.parameters import Overrides
 from flows.summary import publish_summary
 from flows.workspace import workspace
 from tasks.core.artifacts import (
@@ -32,7 +33,7 @@ ingest = effect("ingest", DatasetRef)
 validate = dvc_stage("validate", ValidationReport)
 prepare = dvc_stage("prepare", ImageCache)
 augment = dvc_stage("augment", TrainingSet)
-train = dvc_stage("train", TrainedModel)
+train = dvc_stage("train", TrainedModel, limit=TRAINING_LIMIT, tags=("training",))
 evaluate = dvc_stage("evaluate", EvaluationReport)
 gate = dvc_stage("gate", GateDecision, forced_when=bindings.verdict_is_stale)
 record_rejected = effect("register", GateDecision, "--rejected")
@@ -43,14 +44,14 @@ deploy = effect("deploy", Endpoint)
 
 
 @flow(name="retrain", retries=0)
-def retrain(overrides: dict[str, dict[str, Any]] | None = None, reason: str = "asked for") -> State[Any]:
+def retrain(overrides: Overrides | None = None, reason: str = "asked for") -> State[Any]:
     """Bring the served model up to date with the data, the params and the code.
 
-    ``overrides`` ({section: {key: value}}) are written into params.yaml first. Ends as Completed "Unchanged" where there
-    is nothing to do, as Completed "Rejected" where the gate said no, as Completed where a model went into service.
+    ``overrides`` are written into params.yaml first; ``reason`` is why the run was started. Ends as Completed "Unchanged" where
+    there is nothing to do, as Completed "Rejected" where the gate said no, as Completed where a model went into service.
     """
     logger = get_run_logger()
-    with workspace(overrides) as root:
+    with workspace(overrides.changes() if overrides else None) as root:
         ingest(root)
         reasons = bindings.find_changes(root)
         if not reasons:

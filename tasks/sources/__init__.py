@@ -6,6 +6,12 @@ A source is a function of (location, root, limits) that returns an opened Source
     def numbers(location: str, root: Path, limits: Limits) -> Source:
         return Source(items=(Item(name, label, data) for name, label, data in ...))
 
+Beside it may stand its fingerprint, a text that differs once the source holds something else and that costs next to nothing
+to find (a listing, an ETag, a row count, the highest id):
+
+    @fingerprint("numbers")
+    def numbers_fingerprint(location: str, root: Path) -> str: ...
+
 A package offers it to Trainyard with
 
     [project.entry-points."trainyard.sources"]
@@ -63,8 +69,11 @@ class Source:
 
 
 Opener = Callable[[str, Path, Limits], Source]
+Fingerprint = Callable[[str, Path], str]
 O = TypeVar("O", bound=Opener)  # noqa: E741
+F = TypeVar("F", bound=Fingerprint)
 _OPENERS: dict[str, Opener] = {}
+_FINGERPRINTS: dict[str, Fingerprint] = {}
 
 
 def source(name: str) -> Callable[[O], O]:
@@ -75,6 +84,25 @@ def source(name: str) -> Callable[[O], O]:
         return opener
 
     return register
+
+
+def fingerprint(name: str) -> Callable[[F], F]:
+    """Register the decorated function as the fingerprint of the source ``name``."""
+
+    def register(function: F) -> F:
+        _FINGERPRINTS[name] = function
+        return function
+
+    return register
+
+
+def fingerprint_of(name: str, location: str, root: Path) -> str:
+    """The text that moves when the source does; "" for a source that has none, which must be read to know.
+
+    Raises BadInput ``unknown_source``, or whatever the source itself refuses with.
+    """
+    _opener(name)
+    return _FINGERPRINTS[name](location, root) if name in _FINGERPRINTS else ""
 
 
 def open_source(name: str, location: str, root: Path, limits: Limits = Limits()) -> Source:

@@ -21,11 +21,14 @@ from typing import IO, Any, NamedTuple, cast
 
 from tasks.core.artifacts import SetAside
 from tasks.core.errors import BadInput
-from tasks.sources import Item, Limits, Source, source
+from tasks.core.files import sha256_file
+from tasks.sources import Item, Limits, Source, fingerprint, source
 from tasks.sources.layout import Layout, arrange, is_junk, is_storable, located, printable
 
 RATIO_FLOOR = 10 * 1024 * 1024
 """Bytes unpacked below which no ratio is suspicious."""
+SMALL = 64 << 20
+"""Bytes up to which an archive is read whole for its fingerprint (a quarter of a second)."""
 STEP = 1 << 20
 TAIL = 4 * tarfile.RECORDSIZE
 HEADER_MAX = 1 << 20
@@ -76,6 +79,17 @@ def archive(location: str, root: Path, limits: Limits) -> Source:
     layout = arrange((entry.name for entry in index.files), index.folders, unwrap=True)
     items = (_zip_items if zipped else _tar_items)(path, index, layout, limits)
     return Source(items, layout.labels, index.ignored + layout.loose)
+
+
+@fingerprint("archive")
+def archive_fingerprint(location: str, root: Path) -> str:
+    """The sha256 of a small archive, else its size and time of modification (ns). Raises BadInput ``source_unavailable``."""
+    path = located(location, root, "a zip or tar archive")
+    try:
+        facts = path.stat()
+        return sha256_file(path) if facts.st_size <= SMALL else f"{facts.st_size} bytes, modified {facts.st_mtime_ns}"
+    except OSError as error:
+        raise BadInput("source_unavailable", "the archive cannot be read", value=error.strerror, knob="ingest.location") from error
 
 
 @contextmanager

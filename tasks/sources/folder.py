@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from tasks.core.artifacts import SetAside
 from tasks.core.errors import BadInput
-from tasks.sources import Item, Limits, Source, source
+from tasks.sources import Item, Limits, Source, fingerprint, source
 from tasks.sources.layout import Place, arrange, is_junk, is_storable, located, printable
 
 
@@ -26,6 +27,24 @@ def folder(location: str, root: Path, limits: Limits) -> Source:
     found = _walk(path)
     layout = arrange(found.files, found.folders, unwrap=False)
     return Source(_items(path, layout.places, found.set_aside, limits), layout.labels, found.ignored + layout.loose)
+
+
+@fingerprint("folder")
+def folder_fingerprint(location: str, root: Path) -> str:
+    """Names, sizes and times of modification (ns) of all that lies there: no file is opened. Raises BadInput ``source_unavailable``."""
+    path = located(location, root, "a folder of class folders")
+    found = _walk(path)
+    seen = hashlib.sha256()
+    for name in sorted([*found.files, *found.folders]):
+        try:
+            facts = os.lstat(path / name)
+        except OSError:  # gone since it was listed
+            continue
+        size_and_time = (facts.st_size, facts.st_mtime_ns) if stat.S_ISREG(facts.st_mode) else ()
+        seen.update(repr((name, size_and_time)).encode("utf-8", "surrogateescape"))
+    for item in sorted(found.set_aside, key=lambda item: item.name):
+        seen.update(repr((item.name, item.code)).encode("utf-8", "surrogateescape"))
+    return seen.hexdigest()
 
 
 @dataclass
