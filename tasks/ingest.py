@@ -20,7 +20,7 @@ from tasks.core import errors
 from tasks.core.artifacts import DatasetRef, SetAside, Shard
 from tasks.core.config import IngestConfig, load_params
 from tasks.core.errors import BadInput
-from tasks.core.files import STATE, file_lock, fsync_dir
+from tasks.core.files import STATE, file_lock, fsync_dir, home_of
 from tasks.core.process import die_with_parent, quiet_environment
 from tasks.images.claims import RANK, Claim, Claims, Outcome, settle
 from tasks.images.shards import Standing, standings, write_layer, write_shards
@@ -52,7 +52,7 @@ def ingest(config: IngestConfig, root: Path) -> DatasetRef:
                 constraint="digits alone",
                 knob="ingest.source, or start over: rm -r data data.dvc",
             )
-        source = open_source(config.source, config.location, root, limits)
+        source = open_source(config.source, config.location, home_of(root), limits)
         stored = standings(before) if before else {}
         demonstration = before is not None and config.source != DEMONSTRATION and {shard.source for shard in before.shards} == {DEMONSTRATION}
         with Claims(root / STATE / "ingest", () if demonstration else stored) as claims:

@@ -14,7 +14,7 @@ from tasks.core import errors
 from tasks.core.artifacts import ImageCache, TrainedModel, TrainingSet, file_digests, lineage
 from tasks.core.config import TrainConfig, load_params
 from tasks.core.errors import BadInput
-from tasks.core.files import STATE, file_lock, write_atomic
+from tasks.core.files import STATE, file_lock, home_of, write_atomic
 from tasks.core.process import die_with_parent, quiet_environment
 
 if TYPE_CHECKING:
@@ -75,10 +75,12 @@ def train(
 
 
 def _starting_weights(config: TrainConfig, out: Path) -> Path | None:
-    """The file of ``train.weights``, relative paths below the project's root ``out``; raises BadInput ``unreadable``."""
+    """The file of ``train.weights``, relative paths below ``out`` or else the project's folder; raises BadInput ``unreadable``."""
     if not config.weights:
         return None
     path = out / config.weights
+    if not path.is_file():
+        path = home_of(out) / config.weights
     if not path.is_file():
         raise BadInput("unreadable", "the starting weights are not there", value=path, constraint="a safetensors file", knob="train.weights")
     return path

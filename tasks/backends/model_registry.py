@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ CHALLENGER = "challenger"
 DIGEST_TAG = "trainyard.model_digest"
 FOLDER = "trainyard"
 """Artifact folder of a run that holds model.json, model.onnx, report.json, predictions.parquet ..."""
+CHAMPION_KEPT_S = 86_400.0
 
 
 class Champion(NamedTuple):
@@ -68,6 +69,11 @@ def _database(root: Path) -> Path:
     return (root / STATE / "mlflow" / "mlflow.db").resolve()
 
 
+def _locked(root: Path) -> AbstractContextManager[None]:
+    """Beside the database, which the worktrees of one project share."""
+    return file_lock(root / STATE / "mlflow" / "registry.lock", 120.0, "the model registry")
+
+
 def preload() -> None:
     """Import mlflow in the background, for callers that wait for something else before they need it."""
     threading.Thread(target=importlib.import_module, args=("mlflow",), name="preload mlflow", daemon=True).start()
@@ -89,15 +95,20 @@ def champion(root: Path, model_name: str) -> Champion | None:
 
 
 def _files_of(root: Path, run_id: str, model_digest: str) -> Path:
-    """The files of a registered model, downloaded once to .trainyard/champion/<digest>; the former champion's give way."""
+    """The files of a registered model, downloaded once to .trainyard/champion/<digest>.
+
+    Those of former champions give way a day after their last use: another run may be comparing with them.
+    """
     import mlflow
 
     kept = root / STATE / "champion" / model_digest
-    if not kept.is_dir():
-        with publish_dir(kept) as work:
-            mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=FOLDER, dst_path=str(work))
+    with file_lock(kept.parent / "champion.lock", 120.0, "the champion's files"):
+        if not kept.is_dir():
+            with publish_dir(kept) as work:
+                mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=FOLDER, dst_path=str(work))
+        os.utime(kept)
         for other in kept.parent.iterdir():
-            if other != kept:
+            if other.is_dir() and other.stat().st_mtime < time.time() - CHAMPION_KEPT_S:
                 shutil.rmtree(other, ignore_errors=True)
     return kept / FOLDER
 
@@ -115,7 +126,7 @@ def register(root: Path, *, experiment: str, model_name: str, model_digest: str,
     Idempotent by ``model_digest``: a version that holds it already is returned, its run untouched. A run that a crash
     left half written bears no version and is marked KILLED on the next call.
     """
-    with file_lock(root / STATE / "locks" / "registry.lock", 120.0, "the model registry"), _client(root) as client:
+    with _locked(root), _client(root) as client:
         found = _by_digest(client, model_name, model_digest)
         if found is not None:
             client.set_registered_model_alias(model_name, CHALLENGER, found)
@@ -136,7 +147,7 @@ def register(root: Path, *, experiment: str, model_name: str, model_digest: str,
 
 def record_run(root: Path, *, experiment: str, model_digest: str, record: RunRecord) -> bool:
     """Record a run that made no version (a rejected model); False where this digest was recorded before."""
-    with file_lock(root / STATE / "locks" / "registry.lock", 120.0, "the model registry"), _client(root) as client:
+    with _locked(root), _client(root) as client:
         query = f"attributes.status = 'FINISHED' and tags.`{DIGEST_TAG}` = '{model_digest}'"
         if client.search_runs([_experiment(client, root, experiment)], query, max_results=1):
             return False
@@ -149,7 +160,7 @@ def promote(root: Path, model_name: str, version: str, expected: str | None) -> 
 
     Does nothing where it stands at ``version`` already. Raises BadInput ``stale_verdict`` otherwise.
     """
-    with file_lock(root / STATE / "locks" / "registry.lock", 120.0, "the model registry"), _client(root) as client:
+    with _locked(root), _client(root) as client:
         current = _by_alias(client, model_name, CHAMPION)
         standing = None if current is None else str(current.version)
         if standing == version:

@@ -1,6 +1,6 @@
 """The processes of the served classifier: start, find, ask and end them. No state but what the machine itself can tell.
 
-Every process of a server carries two environment variables, the project's folder and the server's id. So a server is
+Every process of a server carries two environment variables, the project's serve folder and the server's id. So a server is
 found whole (arbiter and workers) even if its starter was killed before it wrote a line, a recycled process id is never
 taken for ours, and two projects on one machine leave each other alone. ``state.json`` says which server is in service.
 
@@ -66,7 +66,8 @@ def url_of(host: str, port: int) -> str:
 
 
 def _folder(root: Path) -> Path:
-    return root / STATE / "serve"
+    """The project's own: a run's worktree links to it, so every worktree of one project sees the same service."""
+    return (root / STATE / "serve").resolve()
 
 
 def current(root: Path) -> Server | None:
@@ -89,7 +90,7 @@ def commit(root: Path, server: Server | None) -> None:
 def running(root: Path) -> dict[str, list[psutil.Process]]:
     """Our living processes of this project, by server id."""
     found: dict[str, list[psutil.Process]] = {}
-    mine = str(root.resolve())
+    mine = str(_folder(root))
     for process in psutil.process_iter():
         try:
             environment = process.environ()
@@ -114,7 +115,7 @@ def launch(root: Path, bento: Path, tag: str, host: str, port: int) -> Server:
         log.unlink()
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "BENTOML_", "PROMETHEUS_"))}
     environment |= QUIET | {
-        ROOT_VARIABLE: str(root.resolve()),
+        ROOT_VARIABLE: str(_folder(root)),
         ID_VARIABLE: identity,
         "BENTOML_HOME": str((home / "home").resolve()),
         "TMPDIR": str((home / "tmp").resolve()),

@@ -367,9 +367,12 @@ class BentoRef(Artifact):
 
 
 class Endpoint(Artifact):
-    """What is in service. File: artifacts/deploy/endpoint.json. Writer: deploy. Readers: rollback, people."""
+    """What is in service on this machine. File: .trainyard/serve/endpoint.json, one for all worktrees of a project.
 
-    PATH: ClassVar[str] = "artifacts/deploy/endpoint.json"
+    Writer: deploy. Readers: deploy --serve, rollback, people.
+    """
+
+    PATH: ClassVar[str] = ".trainyard/serve/endpoint.json"
     STAGE: ClassVar[str] = "deploy"
 
     url: str

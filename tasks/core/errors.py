@@ -18,6 +18,8 @@ CODES: dict[str, str] = {
     "params_missing": "params.yaml is not where the command was started",
     "params_invalid": "params.yaml has an unknown or repeated key, or a value outside its range",
     "not_a_repository": "the folder is not a git and DVC repository",
+    "branch_missing": "the branch that runs start from and publish to does not exist",
+    "git_failed": "git refused a command",
     "source_unavailable": "the data source does not exist or cannot be read",
     "source_empty": "the data source holds no image",
     "unknown_source": "no source is registered under that name",

@@ -21,6 +21,12 @@ STATE = Path(".trainyard")
 """Machine-local state (checkpoints, servers, locks), git-ignored, below the project's root."""
 
 
+def home_of(root: Path) -> Path:
+    """The project's folder: ``root`` itself, or where ``root`` is a run's worktree, the folder that it was made from."""
+    link = root / STATE / "home"
+    return link.resolve() if link.is_symlink() else root
+
+
 def canonical_json(value: Any) -> bytes:
     """UTF-8 JSON with sorted keys, two-space indent, no NaN and a final newline: equal values give equal bytes."""
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
