@@ -235,7 +235,7 @@ def _endpoint(url: str, bento: BentoRef, version: ModelVersion, config: DeployCo
 
 
 def _locked(root: Path) -> Any:
-    return file_lock(root / STATE / "locks" / "deploy.lock", LOCK_TIMEOUT_S, "the deployment")
+    return file_lock(root / STATE / "serve" / "deploy.lock", LOCK_TIMEOUT_S, "the deployment")
 
 
 def deploy_project(root: Path) -> Endpoint:

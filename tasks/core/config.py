@@ -194,6 +194,23 @@ class DeployConfig(Section):
         return host
 
 
+class RunConfig(Section):
+    """What a run on a worker leaves behind, and for how long. No stage depends on it."""
+
+    publish: Literal["none", "branch", "main"] = Field(
+        "main", description="none: git learns nothing of a run; branch: its own branch; main: data.dvc and dvc.lock of `branch` move too"
+    )
+    branch: str = Field("main", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,199}$", description="the main line: runs start from its head")
+    git_remote: str = Field(
+        "origin", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}$", description="git remote that branches are pushed to, where it is set"
+    )
+    author: str = Field(
+        "Trainyard <trainyard@localhost>", pattern=r"^[^<>\n]*[^<>\s] <[^<>\s]+>$", description="author and committer of the runs' commits"
+    )
+    keep_runs: int = Field(30, ge=1, description="runs whose branches and folders are kept at least")
+    keep_days: int = Field(30, ge=1, description="days for which a run's branch and folder are kept at least")
+
+
 class Params(Section):
     """The whole of params.yaml."""
 
@@ -207,6 +224,7 @@ class Params(Section):
     register_: RegisterConfig = Field(alias="register")
     package: PackageConfig
     deploy: DeployConfig
+    run: RunConfig
 
     @model_validator(mode="after")
     def _across(self) -> Params:
