@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +30,14 @@ from ruamel.yaml import YAML
 
 from tasks.core.artifacts import Artifact, BentoRef, Endpoint, GateDecision, TrainedModel
 from tasks.core.config import PARAMS, DeployConfig, load_params
-from tasks.core.errors import BadInput, StageFailed
+from tasks.core.errors import FREE_SPACE, FULL_WORDS, MEMORY_KNOBS, SWEEP_KNOB, BadInput, StageFailed
 from tasks.core.process import run_child
 
 PYTHON = sys.executable
 DVC = (PYTHON, "-m", "tasks.core.process", "dvc")
 ENVIRONMENT = {"PATH": f"{Path(PYTHON).parent}{os.pathsep}{os.environ.get('PATH', '')}", "PYTHONUNBUFFERED": "1"}
 ERROR_LINE = re.compile(r"error\[(?P<code>[a-z_]+)\]: .*")
-EXIT_CODE = re.compile(r"exited with (?P<code>\d+)")
+EXIT_CODE = re.compile(r"exited with (?P<code>-?\d+)")
 CHATTER = re.compile(r"To track the changes|To enable auto staging|\s+(git add|dvc config) |Use `dvc push`|(Updating|Generating) lock file")
 """Advice that DVC repeats after each stage."""
 DVC_BUSY = "Unable to acquire lock"
@@ -302,4 +303,26 @@ def failure_of(name: str, returncode: int, lines: Sequence[str]) -> StageFailed:
     if told:
         return StageFailed(told[-1], code)
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    if any(words in line for line in lines for words in FULL_WORDS):  # DVC's own, as it stores what a stage made
+        line = next(line.strip() for line in lines if any(words in line for words in FULL_WORDS))
+        return StageFailed(f"error[disk_full]: {name} could not write; got {line!r}; must be {FREE_SPACE}; set {SWEEP_KNOB}", TRANSIENT_EXIT)
+    if code < 0 or 128 < code <= 192:  # a shell, which DVC puts around a stage, adds 128
+        return killed(name, -code if code < 0 else code - 128, last)
     return StageFailed(f"error[stage_failed]: {name} ended with exit code {code}; got {last!r}; set TRAINYARD_DEBUG=1 for more", 1)
+
+
+def killed(name: str, number: int, last: str) -> StageFailed:
+    """The error of a stage that signal ``number`` ended, with the likely cause. Tried again where that can help."""
+    try:
+        signal_name = signal.Signals(number).name
+    except ValueError:
+        signal_name = f"signal {number}"
+    causes: dict[int, tuple[str, int]] = {
+        signal.SIGKILL: (f"enough memory: the kernel or a person ended it, most often for want of memory; set {MEMORY_KNOBS}", TRANSIENT_EXIT),
+        signal.SIGBUS: ("enough room on the disk and in /dev/shm: a mapped file could not be read or written", TRANSIENT_EXIT),
+        signal.SIGTERM: ("left to end by itself: somebody asked it to end", 1),
+        signal.SIGINT: ("left to end by itself: somebody interrupted it", 1),
+        signal.SIGXCPU: ("within the limit of CPU time; set ulimit -t", 2),
+    }
+    cause, code = causes.get(number, ("left to end by itself: a bug in a native library, or a machine that fails", 1))
+    return StageFailed(f"error[stage_killed]: {name} was ended by {signal_name}; got {last!r} as its last words; must be {cause}", code)

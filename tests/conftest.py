@@ -26,6 +26,7 @@ GIT_AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for 
 
 
 Done = subprocess.CompletedProcess[str]
+free_port = spare_port
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def restore_data(root: Path) -> str:
             _require_in_step(root, pointer)
         return ""
     _remember(root, version)
-    with _open(root) as repo:
+    with open_repo(root) as repo:
         for remote in (None, *_remotes(repo)):
             if _fetched(repo, pointer, remote):
                 return f"data.dvc {version[:8]} restored from {f'remote {remote}' if remote else 'the cache'}"
@@ -73,7 +73,7 @@ def _require_own_files(folder: Path) -> None:
 
 def _require_in_step(root: Path, pointer: Path) -> None:
     """Raise BadInput ``data_behind`` if data/ differs from ``pointer``, which another than this project's ingest has moved."""
-    with _open(root) as repo:
+    with open_repo(root) as repo:
         if _waiting(lambda: repo.status(targets=[str(pointer.resolve())]), "dvc status"):
             raise BadInput(
                 "data_behind",
@@ -103,7 +103,7 @@ def track_data(root: Path, push: bool) -> tuple[str, str]:
     _require_repository(root)
     pointer = root / f"{TRACKED}.dvc"
     before = pointer.read_bytes() if pointer.is_file() else b""
-    with _open(root) as repo:
+    with open_repo(root) as repo:
         _waiting(lambda: repo.add(str(root.resolve() / TRACKED)), "dvc add data")
         done = "unchanged" if pointer.read_bytes() == before else "moved"
         remote = repo.config["core"].get("remote")
@@ -134,7 +134,7 @@ def _require_repository(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _open(root: Path) -> Iterator[Repo]:
+def open_repo(root: Path) -> Iterator[Repo]:
     """The repository, with DVC's own words on stdout, stderr and in the log withheld while it is open."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tasks.core.errors import BadInput, Transient
 from tasks.core.files import STATE, file_lock, publish_dir
-from tasks.core.process import quiet_environment
+from tasks.core.process import owner_tags, quiet_environment
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
@@ -259,8 +259,9 @@ def _record(client: Any, root: Path, experiment: str, model_digest: str, record:
 
     experiment_id = _experiment(client, root, experiment)
     _close_dead_runs(client, experiment_id, model_digest)
-    with mlflow.start_run(experiment_id=experiment_id, run_name=model_digest[:12]) as run:
-        mlflow.set_tags({**record.tags, DIGEST_TAG: model_digest})
+    # With its tags from the first moment: a run that a crash leaves behind can always be told from a living one.
+    tags = {**record.tags, **owner_tags(), DIGEST_TAG: model_digest}
+    with mlflow.start_run(experiment_id=experiment_id, run_name=model_digest[:12], tags=tags) as run:
         _log_numbers(client, run.info.run_id, record)
         for folder, paths in record.files.items():
             for path in paths:

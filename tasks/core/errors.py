@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 CODES: dict[str, str] = {
@@ -80,11 +81,20 @@ CODES: dict[str, str] = {
     "service_not_ready": "the new service did not become ready in time",
     "smoke_test_failed": "the new service answers differently from the evaluation",
     "lock_busy": "another run holds the pipeline's lock",
-    "disk_full": "no space is left on the device",
+    "disk_full": "no space is left on the device, or a quota or file size limit is reached",
+    "out_of_memory": "the process could not get the memory that it asked for",
+    "stage_killed": "a signal ended a stage's process, most often the kernel's for want of memory",
     "time_limit": "a stage ran past its time limit and was ended",
     "stage_failed": "a stage ended with an error that is not listed here: a bug",
     "unknown_option": "the command does not take that option",
 }
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL_WORDS = ("No space left on device", "database or disk is full", "Disk quota exceeded")
+FREE_SPACE = "on a disk with free space"
+SWEEP_KNOB = "python -m flows.sweep, which frees some, and run again"
+MEMORY_KNOBS = "train.batch_size, train.width, prepare.image_size or package.workers lower, or get more memory"
 
 
 class TrainyardError(Exception):
@@ -157,17 +167,38 @@ def run(main: Callable[[], None]) -> int:
         os.environ["TRAINYARD_DEBUG"] = "1"
     try:
         main()
-    except (TrainyardError, StageFailed) as error:
-        return _report(error, debug)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        full = Transient("disk_full", "writing failed", value=error.filename, constraint="on a disk with free space")
-        return _report(full, debug)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        told = of_machine(error) or error
+        if not isinstance(told, TrainyardError | StageFailed):
+            raise
+        return _report(told, debug)
     return 0
+
+
+def of_machine(error: BaseException) -> TrainyardError | None:
+    """The error to tell where a full disk or a lack of memory is behind ``error``, however a library wrapped it; else None.
+
+    A full disk is Transient: the sweep, or a person, frees some, and a run goes on from where it was. Memory refused (a limit of
+    this process or its container, or the GPU's) is BadInput: the same params ask for as much again.
+    """
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, TrainyardError) and cause.code in ("disk_full", "out_of_memory"):
+            return cause
+        if getattr(cause, "errno", None) in FULL or any(words in str(cause) for words in FULL_WORDS):
+            told = [line.strip() for line in str(cause).splitlines() if any(words in line for words in FULL_WORDS)]
+            value = getattr(cause, "filename", None) or f"{(told or [str(cause)])[0][:200]} in {Path.cwd()}"
+            return Transient("disk_full", "writing failed", value=value, constraint=FREE_SPACE, knob=SWEEP_KNOB)
+        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(cause):
+            value = _one_line(str(cause))[:200] or "no memory"
+            return BadInput("out_of_memory", "memory ran out", value=value, constraint="less, or more memory", knob=MEMORY_KNOBS)
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _report(error: TrainyardError | StageFailed, debug: bool) -> int:

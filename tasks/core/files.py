@@ -136,3 +136,30 @@ def file_lock(path: Path, timeout_s: float, what: str) -> Iterator[None]:
         handle.write(f"pid {os.getpid()}")
         handle.flush()
         yield
+
+
+@contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Take the lock of ``file_lock`` on ``path`` without waiting: yields whether it was free and is held now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock on ``path``; the file is neither made nor written."""
+    try:
+        handle = path.open("rb")
+    except FileNotFoundError:
+        return False
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

@@ -56,6 +56,40 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def process_mark(pid: int) -> str:
+    """What tells the process ``pid`` from a later one of the same number: the boot and its start in ticks.
+
+    "" where no such process lives; "?" elsewhere than on Linux, where only the number is known.
+    """
+    if sys.platform != "linux":
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass
+        return "?"
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{boot[:8]}:{fields[19]}"  # proc(5): state is field 3, starttime field 22
+
+
+def owner_tags() -> dict[str, str]:
+    """Who this process is, for a record that outlives it: host, process id, and ``process_mark``."""
+    return {"owner.host": socket.gethostname(), "owner.pid": str(os.getpid()), "owner.started": process_mark(os.getpid())}
+
+
+def owner_is_dead(tags: Mapping[str, str]) -> bool:
+    """Whether the process of ``owner_tags`` ran on this host and lives no more; False where that cannot be known."""
+    pid = tags.get("owner.pid", "")
+    if tags.get("owner.host") != socket.gethostname() or not pid.isdigit():
+        return False
+    return process_mark(int(pid)) != tags.get("owner.started", "")
+
+
 @dataclass(frozen=True)
 class ChildResult:
     """How a child ended: exit code (negative: signal number), its last lines, seconds."""

@@ -6,7 +6,6 @@ with their launcher.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ import torch
 
 from tasks.core.artifacts import ImageCache, TrainingSet
 from tasks.core.config import TrainConfig
-from tasks.core.errors import BadInput, Rejected, TrainyardError, Transient
+from tasks.core.errors import BadInput, Rejected, TrainyardError, Transient, of_machine
 from tasks.core.files import canonical_json, write_atomic
 from tasks.core.process import die_with_parent
 from tasks.images.cache import open_split
@@ -121,12 +120,11 @@ def rank_main(job: Job) -> None:
         return
     try:
         train_rank(job)
-    except TrainyardError as error:
-        _write_fatal(job, error)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except Exception as error:
+        fatal = of_machine(error) or error
+        if not isinstance(fatal, TrainyardError):
             raise
-        _write_fatal(job, Transient("disk_full", "writing a checkpoint failed", value=error.filename, constraint="on a disk with free space"))
+        _write_fatal(job, fatal)
 
 
 def train_rank(job: Job) -> None:
