@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
@@ -248,6 +248,11 @@ def in_service(root: Path, config: DeployConfig) -> bool:
     except (URLError, OSError, ValueError):
         return False
     return isinstance(said, dict) and said.get("tag") == endpoint.tag
+
+
+def outcome(root: Path) -> Literal["approved", "rejected"]:
+    """The verdict that lies below ``root``; without one nothing was approved."""
+    return "approved" if GateDecision.exists(root) and GateDecision.load(root).approved else "rejected"
 
 
 def verdict_is_stale(root: Path) -> bool:

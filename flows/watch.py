@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_run_logger, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows import bindings, events
 from flows.bindings import dvc_stage, effect
+from flows.publish import publish
 from flows.workspace import workspace
 from tasks.core.artifacts import DatasetRef, ValidationReport
 from tasks.core.config import PARAMS, load_params
@@ -70,7 +69,9 @@ def ingest(reason: str = "watching the source") -> State[Any]:
     fingerprint = bindings.source_fingerprint(home)
     if fingerprint and fingerprint == seen.fingerprint:
         return Completed(name="Unchanged", message=f"the source did not move ({reason}){': ' if seen.refused else ''}{seen.refused}")
-    with run_workspace() as root:
+    run_id = (runtime.flow_run.id if runtime.deployment.id else None) or ""
+    with workspace(run_id=run_id, say=logger.info) as work:
+        root = work.root
         committed = data_version(root)
         try:
             dataset = ingest_stage(root)
@@ -79,7 +80,7 @@ def ingest(reason: str = "watching the source") -> State[Any]:
             if error.exit_code == BAD_INPUT_EXIT:
                 Seen(fingerprint, seen.version or committed, seen.stored, str(error)).save(home, model)
             raise
-        publish_data(root)
+        publish(work, "ingested", f"ingest ({reason}): {sum(dataset.counts.values()):,} images")
         version = data_version(root)
     stored = sum(shard.rows for shard in dataset.shards)
     moved = version != (seen.version or committed)
@@ -88,18 +89,6 @@ def ingest(reason: str = "watching the source") -> State[Any]:
     Seen(fingerprint, version, stored).save(home, model)
     logger.info("data.dvc %s %s", version[:8], "moved" if moved else "did not move")
     return Completed(message=f"data.dvc {version[:8]} {'moved' if moved else 'did not move'} ({reason})")
-
-
-@contextmanager
-def run_workspace() -> Iterator[Path]:
-    """The folder in which this run works, and
-    THE SEAM: today the project folder itself; a run's own worktree once flows.workspace makes them."""
-    with workspace() as root:
-        yield root
-
-
-def publish_data(root: Path) -> None:
-    """THE SEAM: move the main line's data.dvc and dvc.lock to those of ``root``. In the project folder they have moved already."""
 
 
 def data_version(root: Path) -> str:
