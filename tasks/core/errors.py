@@ -70,6 +70,8 @@ CODES: dict[str, str] = {
     "dvc_failed": "DVC refused a command",
     "registry_unavailable": "the MLflow tracking store cannot be reached",
     "server_unavailable": "the Prefect server cannot be reached",
+    "stack_invalid": "a setting of the local servers (.trainyard/stack.env) is unknown or out of range, or their credentials are gone",
+    "server_not_ready": "a server of the local stack ended or did not become ready in time",
     "port_taken": "the port is in use by another program",
     "service_not_ready": "the new service did not become ready in time",
     "smoke_test_failed": "the new service answers differently from the evaluation",
