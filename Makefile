@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench serve stop clean mlflow lock
+.PHONY: help setup run test lint bench up down status serve stop clean mlflow lock
 
 PYTHON ?= python3
 VENV := .venv
@@ -36,7 +36,8 @@ setup:  ## install the locked environment into .venv; skipped when requirements.
 	  PREFECT_HOME="$(CURDIR)/.trainyard/prefect" $(VENV)/bin/prefect server database upgrade -y >/dev/null; }
 
 run: setup  ## data -> validated -> trained -> judged -> registered -> packaged -> deployed
-	@$(PY) -m flows.local
+	@if [ -z "$${PREFECT_API_URL:-}$${MLFLOW_TRACKING_URI:-}" ] && [ -f .trainyard/stack/env ]; then source .trainyard/stack/env; fi; \
+	  $(PY) -m flows.local
 
 test: setup  ## every test, on as many cores as there are, at most four
 	@$(PY) -m pytest -n auto --maxprocesses 4
@@ -47,6 +48,15 @@ lint: setup  ## ruff and mypy
 bench: setup  ## every claim of speed and accuracy, measured here; results in bench/results/
 	@$(PY) -m bench
 
+up: setup  ## start a local stack: PostgreSQL, Prefect server, MLflow server, worker, service (docs/servers.md)
+	@$(PY) -m flows.stack up
+
+down:  ## end the local stack
+	@if [ -x $(PY) ]; then $(PY) -m flows.stack down; else echo "nothing runs"; fi
+
+status:  ## what runs of the local stack
+	@if [ -x $(PY) ]; then $(PY) -m flows.stack status; else echo "nothing runs"; fi
+
 serve: setup  ## serve again what was deployed last
 	@$(PY) -m tasks.deploy --serve
 
@@ -54,7 +64,8 @@ stop:  ## end the service
 	@if [ -x $(PY) ]; then $(PY) -m tasks.deploy --stop; else echo "nothing runs"; fi
 
 mlflow: setup  ## the MLflow UI of this project's registry, on http://127.0.0.1:5000
-	@mlflow server --host 127.0.0.1 --port 5000 --workers 1 --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/.trainyard/mlflow/mlflow.db}"
+	@if [ -f .trainyard/stack/env ]; then echo "the stack serves it: make status says where"; exit; fi; \
+	  mlflow server --host 127.0.0.1 --port 5000 --workers 1 --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/.trainyard/mlflow/mlflow.db}"
 
 lock: setup  ## write the installed versions to requirements.lock
 	@$(PY) -m pip freeze --disable-pip-version-check | sort -f | sed -E \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
@@ -48,5 +49,6 @@ def summary_lines(root: Path, reasons: list[str]) -> list[str]:
         ]
     folder = root.resolve()
     lines.append(f"report     {folder / ValidationReport.PATH.replace('.json', '.html')}, {folder / 'artifacts' / 'evaluation'}")
-    lines.append("registry   make mlflow, then http://127.0.0.1:5000")
+    server = os.environ.get("MLFLOW_TRACKING_URI", "")
+    lines.append(f"registry   {server if server.startswith('http') else 'make mlflow, then http://127.0.0.1:5000'}")
     return lines

@@ -84,7 +84,7 @@ def champion(root: Path, model_name: str) -> Champion | None:
 
     Raises Transient ``registry_unavailable`` where the store cannot be reached: "no champion" is never guessed.
     """
-    if "MLFLOW_TRACKING_URI" not in os.environ and not _database(root).exists():
+    if tracking_uri(root) == f"sqlite:///{_database(root)}" and not _database(root).exists():
         return None
     with _client(root) as client:
         version = _by_alias(client, model_name, CHAMPION)
@@ -131,7 +131,7 @@ def register(root: Path, *, experiment: str, model_name: str, model_digest: str,
         if found is not None:
             client.set_registered_model_alias(model_name, CHALLENGER, found)
             return found, False
-        run_id, source = _record(client, root, experiment, model_digest, record)
+        run_id, model_id = _record(client, root, experiment, model_digest, record)
         from mlflow.exceptions import MlflowException
 
         try:
@@ -140,7 +140,9 @@ def register(root: Path, *, experiment: str, model_name: str, model_digest: str,
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         tags = {**record.tags, DIGEST_TAG: model_digest}
-        made = client.create_model_version(model_name, source=source, run_id=run_id, tags=tags, description=description)
+        # A server takes the source of a logged model only together with the model's id.
+        source = {"source": f"models:/{model_id}", "model_id": model_id}
+        made = client.create_model_version(model_name, **source, run_id=run_id, tags=tags, description=description)
         client.set_registered_model_alias(model_name, CHALLENGER, made.version)
         return str(made.version), True
 
@@ -252,7 +254,7 @@ def _close_dead_runs(client: Any, experiment_id: str, model_digest: str) -> None
 
 
 def _record(client: Any, root: Path, experiment: str, model_digest: str, record: RunRecord) -> tuple[str, str]:
-    """Write one whole run; returns (run id, URI of its logged ONNX model)."""
+    """Write one whole run; returns (run id, id of its logged ONNX model)."""
     import mlflow
     import mlflow.onnx
     import onnx
@@ -275,7 +277,7 @@ def _record(client: Any, root: Path, experiment: str, model_digest: str, record:
             onnx_execution_providers=["CPUExecutionProvider"],
             save_as_external_data=False,
         )
-        return run.info.run_id, logged.model_uri
+        return run.info.run_id, logged.model_id
 
 
 def _log_numbers(client: Any, run_id: str, record: RunRecord) -> None:

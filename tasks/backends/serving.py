@@ -1,8 +1,7 @@
 """The processes of the served classifier: start, find, ask and end them. No state but what the machine itself can tell.
 
-Every process of a server carries two environment variables, the project's serve folder and the server's id. So a server is
-found whole (arbiter and workers) even if its starter was killed before it wrote a line, a recycled process id is never
-taken for ours, and two projects on one machine leave each other alone. ``state.json`` says which server is in service.
+Every process of a server carries two environment variables, the project's serve folder and the server's id, by which it is found
+whole (arbiter and workers; see tasks.core.daemons). ``state.json`` says which server is in service.
 
     .trainyard/serve/state.json    the server in service
     .trainyard/serve/<id>/         a server's own BENTOML_HOME (metrics) and TMPDIR, gone when it ends
@@ -17,11 +16,10 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +27,15 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from tasks.core import daemons
 from tasks.core.errors import BadInput, Transient
 from tasks.core.files import STATE, canonical_json, write_atomic
 from tasks.core.process import QUIET
 
 ROOT_VARIABLE = "TRAINYARD_SERVICE_ROOT"
 ID_VARIABLE = "TRAINYARD_SERVICE_ID"
+FOREIGN = ("PYTHON", "BENTOML_", "PROMETHEUS_", "PREFECT_", "MLFLOW_", "TRAINYARD_STACK_")
+"""Beginnings of variables that a server does not inherit: it needs no login of ours, and is no part of the worker that started it."""
 LAUNCHER = Path(__file__).resolve().parents[2] / "service" / "launch.py"
 LOG_BYTES = 5_000_000
 """A log that is longer is started anew with the next server of its tag."""
@@ -89,16 +90,7 @@ def commit(root: Path, server: Server | None) -> None:
 
 def running(root: Path) -> dict[str, list[psutil.Process]]:
     """Our living processes of this project, by server id."""
-    found: dict[str, list[psutil.Process]] = {}
-    mine = str(_folder(root))
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            if environment.get(ROOT_VARIABLE) == mine and process.status() != psutil.STATUS_ZOMBIE:
-                found.setdefault(environment.get(ID_VARIABLE, ""), []).append(process)
-        except (psutil.Error, OSError):  # another user's, or it ended meanwhile
-            continue
-    return found
+    return daemons.tagged(ROOT_VARIABLE, _folder(root), ID_VARIABLE)
 
 
 def launch(root: Path, bento: Path, tag: str, host: str, port: int) -> Server:
@@ -113,7 +105,7 @@ def launch(root: Path, bento: Path, tag: str, host: str, port: int) -> Server:
     log = _folder(root) / f"{tag.replace(':', '-')}.log"
     if log.exists() and log.stat().st_size > LOG_BYTES:
         log.unlink()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "BENTOML_", "PROMETHEUS_"))}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     environment |= QUIET | {
         ROOT_VARIABLE: str(_folder(root)),
         ID_VARIABLE: identity,
@@ -141,13 +133,13 @@ def retire(root: Path, *identities: str) -> None:
     ids = {process.pid for process in processes}
     # The arbiter first and hard: asked to end, it would hold the listening socket while no worker takes from it.
     arbiters = [process for process in processes if _parent(process) not in ids]
-    _signal(arbiters, signal.SIGKILL)
+    daemons.send(arbiters, signal.SIGKILL)
     workers = [process for process in processes if process not in arbiters]
-    _signal(workers, signal.SIGTERM)
-    _gone(processes, GRACE_S + 2.0)
+    daemons.send(workers, signal.SIGTERM)
+    daemons.wait_gone(processes, GRACE_S + 2.0)
     while left := [process for identity in identities for process in running(root).get(identity, [])]:
-        _signal(left, signal.SIGKILL)
-        _gone(left, 2.0)
+        daemons.send(left, signal.SIGKILL)
+        daemons.wait_gone(left, 2.0)
     for identity in identities:
         shutil.rmtree(_folder(root) / identity, ignore_errors=True)
 
@@ -170,54 +162,11 @@ def _parent(process: psutil.Process) -> int:
         return 0
 
 
-def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        try:
-            process.send_signal(number)
-        except psutil.Error:  # it ended meanwhile
-            continue
-
-
-def _gone(processes: Iterable[psutil.Process], timeout_s: float) -> None:
-    """Wait until all have ended. A zombie that nobody reaps has ended too."""
-    deadline = time.monotonic() + timeout_s
-    left = list(processes)
-    while left and time.monotonic() < deadline:
-        left = [process for process in left if _lives(process)]
-        time.sleep(0.02)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def require_port(host: str, port: int) -> None:
     """Raise BadInput ``port_taken`` where ``port`` cannot be bound, with the id of the program that has it, if it shows."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-            return
-        except OSError as error:
-            reason = error.strerror
-    holder = _holder(port)
-    value = f"{port}, held by process {holder.pid} ({holder.name()})" if holder else f"{port} ({reason})"
-    raise BadInput("port_taken", f"port {port} on {host} cannot be bound", value=value, constraint="a free port", knob="deploy.port in params.yaml")
-
-
-def _holder(port: int) -> psutil.Process | None:
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                return psutil.Process(connection.pid)
-    except (psutil.Error, OSError):
-        pass
-    return None
+    daemons.require_port(host, port, "deploy.port in params.yaml")
 
 
 def wait_ready(root: Path, server: Server, timeout_s: float, ready: Callable[[], bool]) -> float:
@@ -232,23 +181,12 @@ def wait_ready(root: Path, server: Server, timeout_s: float, ready: Callable[[],
             raise kind(
                 "service_not_ready",
                 f"{server.tag} {'ended' if dead else 'did not answer'} on port {server.port} after {seconds:.0f} s",
-                value=last_line(Path(server.log)),
+                value=daemons.last_line(Path(server.log)),
                 constraint=f"ready within {timeout_s:g} s",
                 knob=f"deploy.ready_timeout_s; the log is {server.log}",
             )
         time.sleep(0.05)
     return time.monotonic() - start
-
-
-def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
-    try:
-        with log.open("rb") as handle:
-            handle.seek(max(0, log.stat().st_size - 8192))
-            lines = [line.strip() for line in handle.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    except OSError:
-        return "no log"
-    return lines[-1][-300:] if lines else "an empty log"
 
 
 def ask(url: str, method: str, path: str, *, body: bytes | None = None, content_type: str = "", timeout_s: float = 5.0) -> tuple[int, Any]:

@@ -77,6 +77,8 @@ CODES: dict[str, str] = {
     "login_refused": "the Prefect server refused the login",
     "unknown_block": "the Prefect server has no block of that name, or none that can notify",
     "deploy_failed": "prefect deploy refused a deployment of prefect.yaml",
+    "stack_invalid": "a setting of the local servers (.trainyard/stack.env) is unknown or out of range, or their credentials are gone",
+    "server_not_ready": "a server of the local stack ended or did not become ready in time",
     "port_taken": "the port is in use by another program",
     "service_not_ready": "the new service did not become ready in time",
     "smoke_test_failed": "the new service answers differently from the evaluation",
