@@ -18,10 +18,11 @@ from ruamel.yaml.error import YAMLError
 
 from flows.follow import follow
 from flows.git import NETWORK_TIMEOUT_S, blobs, commit_of, commit_tree, content, git, is_ancestor, last_line, move_ref, tree_with, try_git
-from flows.worktree import BASE_TRAILER, WORKTREES, Say, Work, cache_of, dvc, manifest, pointers, remote_of, remove, reopen
+from flows.worktree import BASE_TRAILER, Say, Work, cache_of, dvc, manifest, pointers, remote_of, remove, reopen
 from tasks.core.config import PARAMS, RunConfig
 from tasks.core.errors import BadInput, Transient
 from tasks.core.files import STATE, canonical_json, file_lock, write_atomic
+from tasks.core.runs import WORKTREES, lock_of
 
 Outcome = Literal["approved", "rejected", "ingested", "failed"]
 PAIR = ("data.dvc", "dvc.lock")
@@ -250,7 +251,7 @@ def push_pending(home: Path, config: RunConfig, say: Say) -> list[str]:
     for marker in sorted((home / WORKTREES).glob(f"*/{PENDING}")):
         run_id = marker.relative_to(home / WORKTREES).parts[0]
         try:
-            with file_lock(home / WORKTREES / f"{run_id}.lock", 0.0, f"run {run_id}"):
+            with file_lock(lock_of(home, run_id), 0.0, f"run {run_id}"):
                 if push_run(reopen(home, run_id, config, say)):
                     left.append(run_id)
                 else:

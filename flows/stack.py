@@ -116,7 +116,7 @@ def status(root: Path) -> None:
         process = leader(root, part)
         state = "down" if process is None else "running" if part.ready(0.0) else "not answering"
         row(part.name, state, part.address, _log(part.name))
-    served = daemons.tagged("TRAINYARD_SERVICE_ROOT", root, "TRAINYARD_SERVICE_ID")
+    served = daemons.tagged("TRAINYARD_SERVICE_ROOT", root / STATE / "serve", "TRAINYARD_SERVICE_ID")
     row("service", "running" if served else "down", Endpoint.load(root).url if Endpoint.exists(root) else "nothing deployed yet")
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from flows.publish import PENDING, PUBLISHED, commit_run, publish
-from flows.worktree import WORKTREES, Say, Work, make_or_reuse, remove
+from flows.worktree import Say, Work, make_or_reuse, remove
 from tasks.core.config import PARAMS, RunConfig, apply_overrides, check_params, load_params
 from tasks.core.errors import BadInput
 from tasks.core.files import STATE, file_lock
+from tasks.core.runs import STARTING_LOCK, lock_of
 
 LOCK_TIMEOUT_S = 3600.0
 SAME_RUN_S = 60.0
@@ -48,7 +49,7 @@ def workspace(
             apply_overrides(changes, home / PARAMS)
             yield Work(home, home, "", "", config, say)
         return
-    with file_lock(home / WORKTREES / f"{run_id}.lock", SAME_RUN_S, f"run {run_id}"):
+    with _living(home, run_id):
         work = make_or_reuse(home, run_id, changes, config, say)
         for marker in (PUBLISHED, PENDING):
             (work.root / marker).unlink(missing_ok=True)
@@ -63,6 +64,15 @@ def workspace(
             raise
         if (work.root / PUBLISHED).is_file():
             remove(home, run_id)
+
+
+@contextmanager
+def _living(home: Path, run_id: str) -> Iterator[None]:
+    """Hold the run's lock, by which everybody sees that it lives. None is taken while the sweep clears DVC's cache."""
+    with ExitStack() as held:
+        with file_lock(home / STARTING_LOCK, LOCK_TIMEOUT_S, "the start of runs"):
+            held.enter_context(file_lock(lock_of(home, run_id), SAME_RUN_S, f"run {run_id}"))
+        yield
 
 
 def _leave_branch(work: Work, error: Exception) -> None:

@@ -27,9 +27,8 @@ from tasks.core.config import PARAMS, RunConfig, apply_overrides
 from tasks.core.errors import BadInput
 from tasks.core.files import STATE, canonical_json, write_atomic
 from tasks.core.process import run_child
+from tasks.core.runs import BRANCHES, WORKTREES
 
-WORKTREES = STATE / "worktrees"
-BRANCHES = "trainyard/runs"
 SHARED = ("mlflow", "bentoml", "serve", "checkpoints", "champion")
 """Folders of .trainyard that all worktrees of a project have in common."""
 READY = STATE / "run.json"
@@ -59,7 +58,7 @@ class Work:
     @property
     def branch(self) -> str:
         """The run's branch: its last path component is the run's id."""
-        return f"{BRANCHES}/{self.run_id}"
+        return f"{BRANCHES}{self.run_id}"
 
     @property
     def main(self) -> str:
@@ -93,7 +92,7 @@ def make_or_reuse(home: Path, run_id: str, overrides: dict[str, Any], config: Ru
         _recover(root, work.base, say)
         return work
     remove(home, run_id)
-    left = commit_of(home, f"refs/heads/{BRANCHES}/{run_id}")  # this run was published before and its worktree is gone
+    left = commit_of(home, f"refs/heads/{BRANCHES}{run_id}")  # this run was published before and its worktree is gone
     base = (left and git(home, "log", "-1", f"--format=%(trailers:key={BASE_TRAILER},valueonly)", left).strip()) or head
     try:
         git(home, "worktree", "add", "--quiet", "--detach", str(root), left or head)

@@ -162,8 +162,6 @@ def _parent(process: psutil.Process) -> int:
         return 0
 
 
-
-
 def require_port(host: str, port: int) -> None:
     """Raise BadInput ``port_taken`` where ``port`` cannot be bound, with the id of the program that has it, if it shows."""
     daemons.require_port(host, port, "deploy.port in params.yaml")
