@@ -6,6 +6,8 @@ the index follows first, then each file that holds a version which the main line
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
 from flows.git import NOTHING, blobs, commit_of, git, last_line, move_ref, try_git
@@ -16,6 +18,8 @@ from tasks.core.files import STATE, file_lock
 FOLLOWED = "refs/trainyard/followed"
 """The commit of the main line at which the last folder that followed arrived."""
 STEPS = 100
+INDEX_S = 5.0
+"""How long to wait for another git command that holds the folder's index."""
 
 
 def follow(home: Path, ref: str, say: Say, before: str | None = None) -> None:
@@ -53,7 +57,7 @@ def _follow(folder: Path, ref: str, before: str | None) -> str:
     former = _former(folder, head, followed, before)
     failure = _move_index(folder, former, head)
     if failure:
-        return f"its index holds changes of yours ({failure}); see git diff --cached"
+        return f"its index could not be moved ({failure}): see git diff --cached before your next commit, git reset -q takes the main line's"
     try:
         with file_lock(folder / STATE / "locks" / "pipeline.lock", 0.0, "the pipeline"):
             arrived, left = _move_files(folder, former, head)
@@ -81,12 +85,16 @@ def _former(folder: Path, head: str, followed: str | None, before: str | None) -
 
 def _move_index(folder: Path, former: list[str], head: str) -> str:
     """Let the index go from one of ``former`` to ``head``, changes of other files kept; why it cannot, "" where it did."""
+    deadline = time.monotonic() + INDEX_S
     failure = ""
     for old in former:
-        done = try_git(folder, "read-tree", "-m", "-i", old, head)
-        if done.returncode == 0:
+        while (done := try_git(folder, "read-tree", "-m", "-i", old, head)).returncode != 0:
+            failure = last_line(done)
+            if "index.lock" not in done.stderr.decode("utf-8", "replace") or time.monotonic() > deadline:
+                break
+            time.sleep(random.uniform(0.05, 0.25))
+        else:
             return ""
-        failure = last_line(done)
     return failure
 
 

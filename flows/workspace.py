@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ def workspace(
             _leave_branch(work, error)
             raise
         except BaseException:  # cancelled: a branch is quick, a remote may not be
-            if work.config.publish != "none":
-                commit_run(work, "failed", f"run {run_id}: cancelled")
+            with suppress(Exception):
+                if work.config.publish != "none":
+                    commit_run(work, "failed", f"run {run_id}: cancelled")
             raise
         if (work.root / PUBLISHED).is_file():
             remove(home, run_id)

@@ -72,6 +72,9 @@ def test_the_readmes_three_commands(project: Project) -> None:
             endpoint = Endpoint.load(project.root)
             with urllib.request.urlopen(f"{endpoint.url}/provenance", timeout=10) as answer:
                 assert json.load(answer)["tag"] == endpoint.tag
+            assert project.run("git", "status", "--porcelain").stdout == ""  # the project's folder followed what the run published
+            assert "dvc.lock" in project.run("git", "show", "--name-only", "--format=%P", "--first-parent", "-m", "main").stdout
+            assert project.run("git", "branch", "--list", "trainyard/runs/*").stdout.count("\n") == 1
             runs = json.loads(
                 urllib.request.urlopen(
                     urllib.request.Request(
@@ -84,3 +87,8 @@ def test_the_readmes_three_commands(project: Project) -> None:
             assert "epoch 8/8" in said  # the child's lines reached the flow run's log
             project.run("prefect", "deployment", "run", "retrain/nightly", "--watch", "--watch-interval", "2", timeout_s=240, env=api)
             assert "Unchanged('nothing changed (nightly)'" in (project.root / ".trainyard" / "worker.log").read_text(encoding="utf-8")
+            assert project.run("git", "branch", "--list", "trainyard/runs/*").stdout.count("\n") == 1
+            assert len(list((project.root / ".trainyard" / "worktrees").glob("*/"))) == 0
+    assert "stopped classifier" in project.python("-m", "tasks.deploy", "--stop").stdout
+    assert endpoint.tag in project.python("-m", "tasks.deploy", "--serve").stdout
+    assert "nothing changed" in project.retrain().output  # nor does `make run` find anything to do
