@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from conftest import Project
@@ -383,7 +384,7 @@ def test_prefects_dead_runs_are_closed_and_living_ones_are_not(swept: Project, m
             runs.lock_of(swept.root, ids[name]).write_text("pid 4194305", encoding="utf-8")
 
         def states() -> dict[str, str]:
-            return {name: client.read_flow_run(run_id).state.name for name, run_id in ids.items()}  # type: ignore[arg-type, union-attr]
+            return {name: str(client.read_flow_run(UUID(run_id)).state_name) for name, run_id in ids.items()}
 
         def closed(dry_run: bool = False) -> list[str]:
             return [deed["what"] for deed in module.close_flow_runs(swept.root, dry_run)]
