@@ -148,6 +148,9 @@ def test_what_anything_names_stays_in_the_cache_and_the_rest_goes(swept: Project
             swept.run("git", "checkout", "-q", "--", "extra.txt.dvc")
             continue
         commit(swept, place)
+        if place == "history":
+            new_version(swept, "what came after")
+            commit(swept, "after")
         if place in ("branch", "tag"):
             swept.run("git", place, f"of-{place}")
             swept.run("git", "reset", "-q", "--hard", "HEAD~1")
