@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench up down status serve stop clean mlflow lock
+.PHONY: help setup run test lint bench up down status doctor serve stop clean mlflow lock
 
 PYTHON ?= python3
 VENV := .venv
@@ -62,6 +62,10 @@ serve: setup  ## serve again what was deployed last
 
 stop:  ## end the service
 	@if [ -x $(PY) ]; then $(PY) -m tasks.deploy --stop; else echo "nothing runs"; fi
+
+doctor:  ## what is right and wrong with this project and machine, and what to do
+	@[ -x $(PY) ] || { echo "doctor: there is no .venv yet: make setup" >&2; exit 1; }
+	@$(PY) -m flows.doctor
 
 mlflow: setup  ## the MLflow UI of this project's registry, on http://127.0.0.1:5000
 	@if [ -f .trainyard/stack/env ]; then echo "the stack serves it: make status says where"; exit; fi; \

@@ -312,16 +312,14 @@ def failure_of(name: str, returncode: int, lines: Sequence[str]) -> StageFailed:
         line = next(line.strip() for line in lines if any(words in line for words in FULL_WORDS))
         return StageFailed(f"error[disk_full]: {name} could not write; got {line!r}; must be {FREE_SPACE}; set {SWEEP_KNOB}", TRANSIENT_EXIT)
     if code < 0 or 128 < code <= 192:  # a shell, which DVC puts around a stage, adds 128
-        return killed(name, -code if code < 0 else code - 128, last)
+        said = [line.strip() for line in lines if line.strip() and not line.startswith("ERROR: failed to reproduce")]
+        return killed(name, -code if code < 0 else code - 128, (said or [last])[-1])
     return StageFailed(f"error[stage_failed]: {name} ended with exit code {code}; got {last!r}; set TRAINYARD_DEBUG=1 for more", 1)
 
 
 def killed(name: str, number: int, last: str) -> StageFailed:
     """The error of a stage that signal ``number`` ended, with the likely cause. Tried again where that can help."""
-    try:
-        signal_name = signal.Signals(number).name
-    except ValueError:
-        signal_name = f"signal {number}"
+    name_of = {int(one): one.name for one in signal.Signals}
     causes: dict[int, tuple[str, int]] = {
         signal.SIGKILL: (f"enough memory: the kernel or a person ended it, most often for want of memory; set {MEMORY_KNOBS}", TRANSIENT_EXIT),
         signal.SIGBUS: ("enough room on the disk and in /dev/shm: a mapped file could not be read or written", TRANSIENT_EXIT),
@@ -330,4 +328,6 @@ def killed(name: str, number: int, last: str) -> StageFailed:
         signal.SIGXCPU: ("within the limit of CPU time; set ulimit -t", 2),
     }
     cause, code = causes.get(number, ("left to end by itself: a bug in a native library, or a machine that fails", 1))
-    return StageFailed(f"error[stage_killed]: {name} was ended by {signal_name}; got {last!r} as its last words; must be {cause}", code)
+    return StageFailed(
+        f"error[stage_killed]: {name} was ended by {name_of.get(number, number)}; got {last!r} as its last words; must be {cause}", code
+    )

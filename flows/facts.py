@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from email.utils import parsedate_to_datetime
@@ -30,9 +31,6 @@ def ask() -> dict[str, Any]:
     try:
         with get_client(sync_client=True) as client:
             answer = client._client.get("/admin/version")
-            if answer.status_code in (401, 403):
-                return {**said, "error": "login"}
-            answer.raise_for_status()
             said["server"] = answer.json()
             said["ahead_s"] = round(time.time() - parsedate_to_datetime(answer.headers["date"]).timestamp(), 1) if "date" in answer.headers else None
             here = json.dumps(str(Path.cwd().resolve()))
@@ -44,10 +42,21 @@ def ask() -> dict[str, Any]:
                 said["pool"] = True
             except ObjectNotFound:
                 said["pool"], said["workers"] = False, []
+            said["wanted"] = wanted_automations()
             said["automations"] = [automation["name"] for automation in client._client.post("/automations/filter", json={}).json()]
-    except (OSError, httpx.HTTPError, RuntimeError) as error:
-        said["error"] = f"{type(error).__name__}: {error}"
+    except (OSError, httpx.HTTPError, RuntimeError, ValueError) as error:
+        refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403)
+        said["error"] = "login" if refused else f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     return said
+
+
+def wanted_automations() -> list[str]:
+    """Names of the automations that `python -m flows.setup` makes in any case."""
+    try:
+        module = importlib.import_module("flows.automations")
+    except ModuleNotFoundError:
+        return []
+    return [automation.name for automation in module.keepers()]
 
 
 if __name__ == "__main__":

@@ -78,15 +78,11 @@ def automations(place: Place) -> Finding:
     said = place.ask("prefect")
     if not _answers(said):
         return _without(said)
-    wanted = _wanted_automations()
+    wanted = set(said["wanted"])
     missing = sorted(wanted - set(said["automations"]))
     if missing:
         return Finding("red", f"{len(missing)} of {len(wanted)} automations are missing: {', '.join(missing)}", "python -m flows.setup")
     return Finding("green", f"{len(wanted)} of {len(wanted)} in place")
-
-
-def _wanted_automations() -> set[str]:
-    return set()
 
 
 def bento_store(place: Place) -> Finding:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from conftest import Project
@@ -147,6 +148,9 @@ def test_what_anything_names_stays_in_the_cache_and_the_rest_goes(swept: Project
             swept.run("git", "checkout", "-q", "--", "extra.txt.dvc")
             continue
         commit(swept, place)
+        if place == "history":
+            new_version(swept, "what came after")
+            commit(swept, "after")
         if place in ("branch", "tag"):
             swept.run("git", place, f"of-{place}")
             swept.run("git", "reset", "-q", "--hard", "HEAD~1")
@@ -383,7 +387,7 @@ def test_prefects_dead_runs_are_closed_and_living_ones_are_not(swept: Project, m
             runs.lock_of(swept.root, ids[name]).write_text("pid 4194305", encoding="utf-8")
 
         def states() -> dict[str, str]:
-            return {name: client.read_flow_run(run_id).state.name for name, run_id in ids.items()}  # type: ignore[arg-type, misc, union-attr]
+            return {name: str(client.read_flow_run(UUID(run_id)).state_name) for name, run_id in ids.items()}
 
         def closed(dry_run: bool = False) -> list[str]:
             return [deed["what"] for deed in module.close_flow_runs(swept.root, dry_run)]

@@ -230,8 +230,10 @@ def _checked_out(root: Path, but: set[Path]) -> set[str]:
 
 def _remove_worktree(root: Path, folder: Path) -> None:
     """Remove a run's worktree. Its links into the project's state go, what they point to stays."""
-    shutil.rmtree(folder)
-    _git(root, "worktree", "prune")
+    # Not `git worktree prune`: that would also forget a worktree of somebody's whose disk is not mounted now.
+    subprocess.run(["git", "worktree", "remove", "--force", "--force", str(folder.resolve())], cwd=root, capture_output=True, check=False)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def _git(root: Path, *arguments: str) -> str:
