@@ -95,12 +95,22 @@ class Yard:
         return {**clean, **QUIET, **author, **own, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """One request to the server's API: the JSON answer. Raises urllib.error.URLError."""
+        """One request to the server's API: the JSON answer. A server that is busy (503) is asked again for half a minute.
+
+        Raises urllib.error.URLError.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.api}{path}", data=data, headers={"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    text = answer.read()
+                return json.loads(text) if text else None
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
 
     def start_server(self) -> None:
         """Start the Prefect server and wait until it answers."""

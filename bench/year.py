@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -51,8 +51,10 @@ class Lived:
 def calendar(days: int, seed: int) -> list[Day]:
     """``days`` days: new data on one day in nine, two drifts, one bad data version and its mending, one worse model, a crash a week.
 
-    A week or less holds one of each.
+    Raises ValueError for less than two weeks.
     """
+    if days < 14:
+        raise ValueError(f"{days} days; a calendar needs at least 14")
     generator = random.Random(seed)
     happens: dict[int, set[str]] = {index: set() for index in range(days)}
     happens[0].add(DATA)
@@ -61,19 +63,15 @@ def calendar(days: int, seed: int) -> list[Day]:
             happens[index].add(DATA)
     for week in range(0, days, 7):
         happens[min(week + generator.randrange(7), days - 1)].add(CRASH)
-    once = [index for index in range(2, days - 1) if DATA not in happens[index] and DATA not in happens[index + 1]]
-    bad = generator.choice(once[:-1] or once)
+    bad = generator.choice([index for index in range(2, days - 2) if DATA not in happens[index] | happens[index + 1]])
     happens[bad].add(BAD)
     happens[bad + 1].add(MENDED)
-    free = [index for index in range(1, days) if index not in (bad, bad + 1)] or [days - 1]
-    happens[generator.choice(free)].add(WORSE)
-    for index in generator.sample(range(1, days), k=min(2, max(days - 1, 0))):
+    happens[generator.choice([index for index in range(1, days) if index not in (bad, bad + 1)])].add(WORSE)
+    for index in generator.sample(range(1, days), k=2):
         happens[index].add(DRIFT)
     for index in range(1, days):
         if generator.random() < 1 / 5:
             happens[index].add(TWICE)
-    if days <= 7 and not any(DATA in happens[index] for index in range(1, days)):
-        happens[next(index for index in free if not happens[index] & {WORSE})].add(DATA)
     return [Day(START + timedelta(index), frozenset(events)) for index, events in happens.items()]
 
 
@@ -195,12 +193,12 @@ def disk(root: Path) -> int:
     return sum(seen.values())
 
 
-def simulate(days: int, seed: int, tell: Callable[[str], None] = print) -> list[Lived]:
-    """Live through ``days`` days and hold every invariant; raises AssertionError where one does not hold."""
+def simulate(days: Sequence[Day], seed: int, tell: Callable[[str], None] = print) -> list[Lived]:
+    """Live through ``days``, sweeping on Sundays, and hold every invariant; raises AssertionError where one does not hold."""
     generator = random.Random(seed)
     lived: list[Lived] = []
     with yard(seed) as place:
-        for day in calendar(days, seed):
+        for day in days:
             lived.append(live(place, day, generator))
             check(place)
             if day.day.weekday() == 6:
@@ -212,14 +210,14 @@ def simulate(days: int, seed: int, tell: Callable[[str], None] = print) -> list[
             tell(f"{day.day} {last.state:<10} {last.seconds:6.1f} s  champion {last.champion:>3}  {size:7.1f} MB  {happened}")
         nights = Counter(run["parameters"]["reason"] for run in place.runs("retrain/nightly"))
         assert all(count == 1 for count in nights.values()), nights
-        assert len(nights) == min(days, 200)
+        assert len(nights) == min(len(days), 200)
         tell(f"{restorable(place)} pairs of data.dvc and dvc.lock restored by dvc checkout")
     return lived
 
 
 def main(days: int, seed: int) -> None:
     """Simulate and write the result."""
-    lived = simulate(days, seed)
+    lived = simulate(calendar(days, seed), seed)
     quiet = [day.seconds for day in lived if day.state == "Unchanged" and CRASH not in day.day.happens]
     trained = [day.seconds for day in lived if day.state == "Completed" and CRASH not in day.day.happens]
     happened = Counter(event for day in lived for event in day.day.happens)
