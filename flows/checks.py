@@ -232,15 +232,15 @@ def _size(folder: Path) -> int:
 
 
 def explained(check: Callable[[Place], Finding]) -> Callable[[Place], Finding]:
-    """``check``, whose known errors are findings in their own words."""
+    """``check``, whose known errors are findings in their own words. What only waits for a sound params.yaml is yellow."""
 
     def checked(place: Place) -> Finding:
         try:
             return check(place)
-        except TrainyardError as error:
-            return Finding("red", str(error), "what it names")
-        except Unanswered as error:
-            return Finding("red", f"it does not answer: {error}", "what it names")
+        except (TrainyardError, Unanswered) as error:
+            if check is not params and "error[params_" in str(error):
+                return Finding("yellow", "not known: params.yaml is wrong", "see params.yaml")
+            return Finding("red", str(error), "what it names" if "; set " in str(error) else "make doctor again; what it asks says more")
 
     return checked
 

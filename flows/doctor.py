@@ -1,6 +1,6 @@
 """What is right and wrong with this project and its machine, in one table: python -m flows.doctor [--json], or make doctor.
 
-Every check of flows/checks.py runs side by side with the others and has LIMIT_S seconds; one that crashes or hangs is a red line.
+Every check of flows/checks.py runs side by side with the others and has a time limit; one that crashes or hangs is a red line.
 Exit code 0 without red, 1 with red.
 """
 
@@ -17,17 +17,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from flows.checks import CHECKS, Finding, Place
+from flows.checks import CHECKS
+from flows.place import LIMIT_S, Finding, Place
 from tasks.core import errors
 
-LIMIT_S = 15.0
 WIDTH = 100
 COLOURS = {"green": "32", "yellow": "33", "red": "31"}
 Check = Callable[[Place], Finding]
 
 
-def examine(place: Place, checks: Mapping[str, Check], limit_s: float = LIMIT_S) -> dict[str, Finding]:
-    """Run ``checks`` side by side, ``limit_s`` seconds at most; the findings in their order."""
+def examine(place: Place, checks: Mapping[str, Check]) -> dict[str, Finding]:
+    """Run ``checks`` side by side, ``place.limit_s`` seconds at most; the findings in their order."""
     found: dict[str, Finding] = {}
 
     def work(name: str, check: Check) -> None:
@@ -41,10 +41,10 @@ def examine(place: Place, checks: Mapping[str, Check], limit_s: float = LIMIT_S)
     threads = {name: threading.Thread(target=work, args=(name, check), daemon=True) for name, check in checks.items()}
     for thread in threads.values():
         thread.start()
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + place.limit_s
     for thread in threads.values():
         thread.join(max(0.0, deadline - time.monotonic()))
-    hung = Finding("red", f"no answer within {limit_s:g} s", "try again on a quieter machine; if it stays, what it asks is away or hangs")
+    hung = Finding("red", f"no answer within {place.limit_s:g} s", "try again on a quieter machine; if it stays, what it asks is away or hangs")
     return {name: found.get(name, hung) for name in checks}
 
 
@@ -70,9 +70,10 @@ def main() -> None:
     """Examine the project in the current folder; raises SystemExit 1 where something is red."""
     parser = argparse.ArgumentParser(prog="python -m flows.doctor")
     parser.add_argument("--json", action="store_true", help="one JSON object for machines")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for each check (they run side by side)")
     chosen = parser.parse_args()
     start = time.monotonic()
-    findings = examine(Place(Path.cwd()), CHECKS)
+    findings = examine(Place(Path.cwd(), limit_s=chosen.limit_s), CHECKS)
     count = {state: sum(finding.state == state for finding in findings.values()) for state in COLOURS}
     if chosen.json:
         print(json.dumps({"checks": [{"name": name, **finding._asdict()} for name, finding in findings.items()], **count}, indent=2))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +15,8 @@ from tasks.core.config import PARAMS, Params, load_params
 from tasks.core.process import run_child
 
 PYTHON = sys.executable
-ASK_S = 14.0
-"""Less than the doctor's own limit, so that a child that hangs is ended."""
+LIMIT_S = 15.0
+"""For each check; a child gets a little less, so that one that hangs is ended and named."""
 TORCH = "import json, torch; print(json.dumps([torch.__version__, torch.get_num_threads(), torch.version.cuda, torch.cuda.is_available()]))"
 CHILDREN = {
     "prefect": (PYTHON, "-m", "flows.facts"),
@@ -40,9 +41,10 @@ class Unanswered(Exception):
 class Place:
     """The project at ``home``, and the answers of the children, each asked at most once."""
 
-    def __init__(self, home: Path, children: dict[str, tuple[str, ...]] = CHILDREN) -> None:
+    def __init__(self, home: Path, children: Mapping[str, tuple[str, ...]] = CHILDREN, limit_s: float = LIMIT_S) -> None:
         self.home = home
-        self._asked = {name: Answer(command, home) for name, command in children.items()}
+        self.limit_s = limit_s
+        self._asked = {name: Answer(command, home, 0.9 * limit_s) for name, command in children.items()}
 
     @property
     def params(self) -> Params:
@@ -57,9 +59,10 @@ class Place:
 class Answer:
     """The answer of one child, which starts when somebody first asks."""
 
-    def __init__(self, command: tuple[str, ...], home: Path) -> None:
+    def __init__(self, command: tuple[str, ...], home: Path, limit_s: float) -> None:
         self.command = command
         self.home = home
+        self.limit_s = limit_s
         self.lock = threading.Lock()
         self.result: Callable[[], Any] | None = None
 
@@ -69,12 +72,13 @@ class Answer:
             if self.result is None:
                 lines: list[str] = []
                 path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-                done = run_child(self.command, cwd=self.home, on_line=lines.append, env={"PATH": path}, timeout_s=ASK_S)
-                last = next((line for line in reversed(lines) if line.strip()), "no output")
-                value: Any = None
-                if done.returncode == 0:
-                    value = json.loads(last)
-                self.result = (lambda: value) if done.returncode == 0 else _raiser(last)
+                try:
+                    code = run_child(self.command, cwd=self.home, on_line=lines.append, env={"PATH": path}, timeout_s=self.limit_s).returncode
+                    last = next((line for line in reversed(lines) if line.strip()), "no output")
+                except subprocess.TimeoutExpired:
+                    code, last = 1, f"nothing within {self.limit_s:.3g} s: the machine is busy, or what it asks is away"
+                value = json.loads(last) if code == 0 else None
+                self.result = (lambda: value) if code == 0 else _raiser(last)
         return self.result()
 
 

@@ -148,11 +148,8 @@ def _answers(said: dict[str, Any]) -> bool:
 
 
 def _without(said: dict[str, Any]) -> Finding:
-    return (
-        Finding("red", "the Prefect server does not answer", "see prefect api")
-        if said["url"]
-        else Finding("yellow", "no Prefect server is set", "see prefect api")
-    )
+    """One trouble is one red line: what follows from it is not known."""
+    return Finding("yellow", f"not known: {'the Prefect server does not answer' if said['url'] else 'no Prefect server is set'}", "see prefect api")
 
 
 def _provenance(url: str) -> dict[str, Any] | None:

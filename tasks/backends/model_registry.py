@@ -211,7 +211,8 @@ def _client(root: Path) -> Iterator[Any]:
 
 def _unavailable(uri: str, error: Exception) -> Transient:
     shown = uri.split("@")[-1]
-    return Transient("registry_unavailable", f"the MLflow store {shown} does not answer", value=type(error).__name__, knob="MLFLOW_TRACKING_URI")
+    said = "database is locked" if "database is locked" in str(error) else type(error).__name__
+    return Transient("registry_unavailable", f"the MLflow store {shown} does not answer", value=said, knob="MLFLOW_TRACKING_URI")
 
 
 def _prepare_sqlite(path: Path) -> None:
