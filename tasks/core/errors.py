@@ -69,6 +69,7 @@ CODES: dict[str, str] = {
     "data_behind": "data.dvc names another version than data/ holds",
     "dvc_failed": "DVC refused a command",
     "registry_unavailable": "the MLflow tracking store cannot be reached",
+    "registry_denied": "the MLflow server refused the login, or the login may not do this",
     "server_unavailable": "the Prefect server cannot be reached",
     "stack_invalid": "a setting of the local servers (.trainyard/stack.env) is unknown or out of range, or their credentials are gone",
     "server_not_ready": "a server of the local stack ended or did not become ready in time",
