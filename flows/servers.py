@@ -90,6 +90,8 @@ class Part:
     user: str | None = None
     cwd: Path = Path("/")
     sheds: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict, repr=False)
+    """path -> text, written before it starts and readable by its owner alone"""
 
     @property
     def port_knob(self) -> str:
@@ -220,7 +222,12 @@ def _mlflow(root: Path, settings: Settings, credentials: Credentials, cluster: C
     # Clients send files to the server and never to a folder, so they may be anywhere.
     environment = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVE_ARTIFACTS": "true", "MLFLOW_ARTIFACTS_DESTINATION": f"{folder}/artifacts"}
     command = [sys.executable, "-m", "mlflow", "server", "--host", settings.host, "--port", str(port), "--workers", "1"]
+    files = {}
     if settings.auth:
+        logins = f"sqlite:///{folder}/auth.db" if cluster is None else store
+        # A minute's memory of who logged in spares a slow hash at each request; our one process forgets at once when users change.
+        lines = ("[mlflow]", f"default_permission = {settings.permission}", f"database_uri = {logins}", "auth_cache_ttl_seconds = 60", "")
+        files = {str(folder / "auth.ini"): "\n".join(lines)}
         command += ["--app-name", "basic-auth"]
         environment |= {
             "MLFLOW_AUTH_CONFIG_PATH": str(folder / "auth.ini"),
@@ -229,17 +236,7 @@ def _mlflow(root: Path, settings: Settings, credentials: Credentials, cluster: C
             "MLFLOW_FLASK_SERVER_SECRET_KEY": credentials.mlflow_secret,
         }
     ready: Callable[[float], bool] = lambda since: request(f"{url}/health")[0] == 200  # noqa: E731
-    return Part("mlflow", tuple(command), environment, url, ready, port=port, cwd=folder, sheds=("MLFLOW_TRACKING_", "PREFECT_"))
-
-
-def write_mlflow_config(root: Path, settings: Settings, credentials: Credentials, cluster: Cluster | None) -> None:
-    """The file that MLflow's login app reads; it holds the database's password, so it is its owner's alone."""
-    folder = (root / FOLDER / "mlflow").resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    store = f"sqlite:///{folder}/auth.db" if cluster is None else _database_url("postgresql+psycopg2", settings, credentials, MLFLOW_DATABASE)
-    # A minute's memory of who logged in spares a slow hash at each request; our one process forgets at once when users change.
-    lines = ("[mlflow]", f"default_permission = {settings.permission}", f"database_uri = {store}", "auth_cache_ttl_seconds = 60")
-    write_atomic(folder / "auth.ini", ("\n".join(lines) + "\n").encode(), mode=0o600)
+    return Part("mlflow", tuple(command), environment, url, ready, port=port, cwd=folder, sheds=("MLFLOW_TRACKING_", "PREFECT_"), files=files)
 
 
 def _worker(root: Path, settings: Settings, credentials: Credentials) -> Part:

@@ -40,7 +40,6 @@ from flows.servers import (
     load_settings,
     parts,
     request,
-    write_mlflow_config,
 )
 from tasks.core import daemons, errors
 from tasks.core.artifacts import Endpoint
@@ -74,7 +73,6 @@ def up(root: Path) -> None:
         cluster = None if isinstance(found, str) else found
         all_parts = parts(root, settings, credentials, cluster)
         row("name", "state", "address", "log")
-        write_mlflow_config(root, settings, credentials, cluster)
         if cluster is None:
             row("postgres", "not used", f"SQLite: {found}")
         else:
@@ -154,7 +152,7 @@ def leader(root: Path, part: Part) -> psutil.Process | None:
 
 
 def _digest(part: Part) -> str:
-    return digest_of([part.command, part.environment, str(part.cwd), part.user])[:16]
+    return digest_of([part.command, part.environment, part.files, str(part.cwd), part.user])[:16]
 
 
 def ensure(root: Path, *wanted: Part) -> None:
@@ -183,6 +181,9 @@ def launch(root: Path, part: Part) -> psutil.Process:
     """Start ``part`` in a session of its own, its output appended to its log; do not wait until it answers."""
     log = root / _log(part.name)
     log.parent.mkdir(parents=True, exist_ok=True)
+    part.cwd.mkdir(parents=True, exist_ok=True)
+    for name, text in part.files.items():
+        write_atomic(Path(name), text.encode(), mode=0o600)
     if log.exists() and log.stat().st_size > LOG_BYTES:
         log.replace(log.with_name(f"{log.name}.1"))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(part.sheds)} if part.sheds else dict(os.environ)
@@ -264,7 +265,8 @@ def end_worker(root: Path, clients: dict[str, str]) -> list[str]:
 
     running = of_runs()
     runs = sorted({run for process in running if (run := _run_of(process))})
-    daemons.send([process for process in running if _is_engine(process)], signal.SIGTERM)
+    ids = {process.pid for process in running}
+    daemons.send([process for process in running if _parent(process) not in ids], signal.SIGTERM)
     _end_all(of_runs, RUN_GRACE_S)
     _end_all(lambda: [process for process in members(root, "worker") if _run_of(process) is None], 0.0)
     return [run for run in runs if _report_crash(clients, run)]
@@ -277,11 +279,11 @@ def _run_of(process: psutil.Process) -> str | None:
         return None
 
 
-def _is_engine(process: psutil.Process) -> bool:
+def _parent(process: psutil.Process) -> int:
     try:
-        return "prefect.engine" in " ".join(process.cmdline())
-    except (psutil.Error, OSError):
-        return False
+        return int(process.ppid())
+    except psutil.Error:
+        return 0
 
 
 def _report_crash(clients: dict[str, str], run: str) -> bool:

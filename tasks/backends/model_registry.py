@@ -180,7 +180,8 @@ def promote(root: Path, model_name: str, version: str, expected: str | None) -> 
 
 @contextmanager
 def _client(root: Path) -> Iterator[Any]:
-    """An MlflowClient on the project's store; connection failures become Transient ``registry_unavailable``."""
+    """An MlflowClient on the project's store; connection failures become Transient ``registry_unavailable``, a refused login
+    or a missing permission BadInput ``registry_denied``."""
     quiet_environment()
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     import logging
@@ -204,6 +205,10 @@ def _client(root: Path) -> Iterator[Any]:
     except (RequestException, OperationalError, sqlite3.OperationalError) as error:
         raise _unavailable(uri, error) from error
     except MlflowException as error:
+        if error.error_code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}:
+            user = os.environ.get("MLFLOW_TRACKING_USERNAME", "nobody")
+            knob = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or ask its owner (docs/teams.md)"
+            raise BadInput("registry_denied", f"the MLflow server refuses {user}", value=error.error_code, knob=knob) from error
         if error.error_code in {"TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED"} or "API request" in str(error):
             raise _unavailable(uri, error) from error
         raise

@@ -72,6 +72,7 @@ CODES: dict[str, str] = {
     "data_behind": "data.dvc names another version than data/ holds",
     "dvc_failed": "DVC refused a command",
     "registry_unavailable": "the MLflow tracking store cannot be reached",
+    "registry_denied": "the MLflow server refused the login, or the login may not do this",
     "server_unavailable": "the Prefect server cannot be reached",
     "no_server": "the command needs a Prefect server, and PREFECT_API_URL names none",
     "login_refused": "the Prefect server refused the login",
