@@ -33,7 +33,7 @@ SIDE_PX = 12
 CHEAP: dict[str, dict[str, Any]] = {
     "validate": {"min_images_per_class": 5, "min_decodable_share": 0.9},
     "prepare": {"image_size": SIDE_PX},
-    "train": {"width": 4, "epochs": 2, "batch_size": 16, "lr": 0.1, "threads": 1},
+    "train": {"width": 4, "epochs": 12, "batch_size": 16, "lr": 0.1, "threads": 1},
     "augment": {"translate_px": 0, "rotate_degrees": 0.0},
     "gate": {"min_accuracy": 0.6, "min_class_recall": 0.1, "min_macro_f1": 0.4, "max_calibration_error": 1.0, "min_test_images": 10, "margin": 0.05},
     "deploy": {"smoke_images": 3, "ready_timeout_s": 120.0},
@@ -53,7 +53,7 @@ class Source:
         """Add ``each`` images to every class."""
         for name, colour in CLASSES.items():
             for _ in range(each):
-                pixels = np.clip(np.array(colour) + self._random.normal(0, 60, (SIDE_PX, SIDE_PX, 3)), 0, 255).astype(np.uint8)
+                pixels = np.clip(np.array(colour) + self._random.normal(0, 30, (SIDE_PX, SIDE_PX, 3)), 0, 255).astype(np.uint8)
                 buffer = io.BytesIO()
                 Image.fromarray(pixels).save(buffer, "PNG")
                 self._write(name, buffer.getvalue())
@@ -228,7 +228,7 @@ class Yard:
 
 
 @contextmanager
-def yard(seed: int = 0, workers: int = 1, images: int = 20) -> Iterator[Yard]:
+def yard(seed: int = 0, workers: int = 1, images: int = 30) -> Iterator[Yard]:
     """A set-up yard: server, deployments (their schedules off: the clock is the caller's), ``workers`` and a first source."""
     with fresh_project("digits") as root:
         source = Source(root.parent / "source", seed)
