@@ -176,7 +176,11 @@ def test_a_full_disk_in_register_and_package(small: Small, finished: Project) ->
     decision = GateDecision.load(root)
     shutil.rmtree(root / STATE / "mlflow")
     (root / ModelVersion.PATH).unlink()
-    told_full(small.run(sys.executable, "-m", "tasks.register", left=900_000))
+    done = small.run(sys.executable, "-m", "tasks.register", left=900_000)
+    if small.mounted:
+        told_full(done)
+    else:  # SQLite says of a limited file no more than "disk I/O error"
+        assert done.returncode == 75, done.stderr
     assert not ModelVersion.exists(root)
     done = small.run(sys.executable, "-m", "tasks.register")
     assert done.returncode == 0, done.stderr
