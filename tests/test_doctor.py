@@ -23,6 +23,7 @@ from own_server import prefect_server
 
 from flows import checks, doctor, server_checks
 from flows.place import CHILDREN, Answer, Finding, Place
+from tasks.core.artifacts import Endpoint
 from tasks.core.config import apply_overrides
 from tasks.core.files import STATE
 
@@ -181,10 +182,10 @@ def test_a_service_that_does_not_answer_or_is_somebody_elses(sound: Project, mon
         monkeypatch.setenv(name, value)
     place = Place(sound.root, limit_s=120)
     place.ask("mlflow")
-    with broken(sound.root / "artifacts" / "deploy" / "endpoint.json", lambda data: data), broken(sound.root / "params.yaml", lambda data: data):
+    with broken(sound.root / Endpoint.PATH, lambda data: data), broken(sound.root / "params.yaml", lambda data: data):
         port = free_port()
         apply_overrides({"deploy": {"port": port}}, sound.root / "params.yaml")
-        (sound.root / "artifacts" / "deploy" / "endpoint.json").unlink()
+        (sound.root / Endpoint.PATH).unlink()
         assert checks.CHECKS["ports"](place).state == "green"
         found = checks.CHECKS["service"](place)
         assert (found.state, found.do) == ("red", "make serve")
@@ -192,7 +193,7 @@ def test_a_service_that_does_not_answer_or_is_somebody_elses(sound: Project, mon
             assert "in use by another program" in checks.CHECKS["ports"](place).said
         with answering({"tag": "other:1", "artifacts": {"TrainedModel": "0" * 64}}, port=port):
             assert "serves other:1, the champion is version 1" in checks.CHECKS["service"](place).said
-        (sound.root / "artifacts" / "deploy" / "endpoint.json").touch()
+        (sound.root / Endpoint.PATH).touch()
 
 
 @contextmanager

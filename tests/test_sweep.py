@@ -355,7 +355,7 @@ def test_a_dry_run_changes_nothing(swept: Project) -> None:
     assert lines[0] == "sweep: a dry run, nothing is changed"
     assert "would be removed" in lines[-1]
     assert swept.python("-m", "flows.sweep", "--young-s", "0").stdout.splitlines()[-1] == lines[-1].replace("would be ", "")
-    assert swept.python("-m", "flows.sweep", "--young-s", "0").stdout.splitlines()[-1] == "sweep: nothing to do"
+    assert {deed["did"] for deed in sweep(swept)} <= {"kept"}
 
 
 def test_prefects_dead_runs_are_closed_and_living_ones_are_not(swept: Project, monkeypatch: pytest.MonkeyPatch) -> None:

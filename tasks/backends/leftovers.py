@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tasks.backends import serving
 from tasks.core import runs
+from tasks.core.artifacts import Endpoint
 from tasks.core.files import STATE, is_locked, try_lock
 
 KEPT_BENTOS = 5
@@ -124,7 +125,7 @@ def _endpoints(root: Path) -> Iterator[str]:
     """Tags that an endpoint.json names, of the project or of a worktree: `make serve` starts them again."""
     for folder in (root, *(root / runs.WORKTREES).glob("*/")):
         try:
-            yield str(json.loads((folder / "artifacts" / "deploy" / "endpoint.json").read_bytes())["tag"])
+            yield str(json.loads((folder / Endpoint.PATH).read_bytes())["tag"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tasks.backends import mlflow_database
 from tasks.core.errors import BadInput, Transient
 from tasks.core.files import STATE, file_lock, publish_dir
 from tasks.core.process import owner_tags, quiet_environment
@@ -196,11 +197,11 @@ def _client(root: Path) -> Iterator[Any]:
     from sqlalchemy.exc import OperationalError
 
     uri = tracking_uri(root)
-    if uri.startswith("sqlite:///"):
-        _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_registry_uri(uri)
     try:
+        if uri.startswith("sqlite:///"):
+            mlflow_database.prepare(Path(uri.removeprefix("sqlite:///")))
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
         yield mlflow.MlflowClient(uri)
     except (RequestException, OperationalError, sqlite3.OperationalError) as error:
         raise _unavailable(uri, error) from error
@@ -218,13 +219,6 @@ def _unavailable(uri: str, error: Exception) -> Transient:
     shown = uri.split("@")[-1]
     said = "database is locked" if "database is locked" in str(error) else type(error).__name__
     return Transient("registry_unavailable", f"the MLflow store {shown} does not answer", value=said, knob="MLFLOW_TRACKING_URI")
-
-
-def _prepare_sqlite(path: Path) -> None:
-    """Make the folder, and switch the file to write-ahead logging once, so that readers never block a writer."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with sqlite3.connect(path, timeout=60) as connection:
-        connection.execute("PRAGMA journal_mode=WAL")
 
 
 def _by_alias(client: Any, model_name: str, alias: str) -> Any:
