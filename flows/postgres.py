@@ -77,6 +77,14 @@ class Cluster:
             )
         part.replace(self.folder)
 
+    def unlock(self) -> None:
+        """Remove the lock file of a server that is dead. Call it only when no process works in ``folder``.
+
+        PostgreSQL does so itself unless the process id in it exists: as a zombie, where process 1 reaps none (in many a
+        container), or as another program's after a reboot.
+        """
+        (self.folder / "postmaster.pid").unlink(missing_ok=True)
+
     def reaches(self, folder: Path) -> bool:
         """Whether the user it runs as may enter ``folder``."""
         return self.user is None or self._run("test", "-x", str(folder)).returncode == 0

@@ -77,6 +77,9 @@ def up(root: Path) -> None:
             row("postgres", "not used", f"SQLite: {found}")
         else:
             cluster.make(credentials.postgres_password)
+            if leader(root, all_parts["postgres"]) is None:
+                end(root, "postgres")
+                cluster.unlock()
             ensure(root, all_parts["postgres"])
             postgres.make_databases(settings.postgres_port, credentials.postgres_password, (PREFECT_DATABASE, MLFLOW_DATABASE))
         ensure(root, all_parts["prefect"], all_parts["mlflow"])
