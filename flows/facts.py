@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from email.utils import parsedate_to_datetime
@@ -52,11 +51,9 @@ def ask() -> dict[str, Any]:
 
 def wanted_automations() -> list[str]:
     """Names of the automations that `python -m flows.setup` makes in any case."""
-    try:
-        module = importlib.import_module("flows.automations")
-    except ModuleNotFoundError:
-        return []
-    return [automation.name for automation in module.keepers()]
+    from flows.automations import keepers
+
+    return [automation.name for automation in keepers()]
 
 
 if __name__ == "__main__":
