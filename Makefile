@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench up down status doctor serve stop clean mlflow lock
+.PHONY: help setup run test lint bench up down status doctor serve stop clean mlflow lock embed
 
 PYTHON ?= python3
 VENV := .venv
@@ -75,6 +75,11 @@ lock: setup  ## write the installed versions to requirements.lock
 	@$(PY) -m pip freeze --disable-pip-version-check | sort -f | sed -E \
 	  '/^(cuda-|nvidia-(cu|nc|nv|cf)|triton=)/s/$$/ ; sys_platform == "linux" and platform_machine == "x86_64"/' > requirements.lock
 	@cp requirements.lock $(VENV)/requirements.lock
+
+embed: setup  ## for maintainers: make dvc.lock and the remote inside the repository anew from the last commit, in a clone
+	@aside=$$(mktemp -d); trap 'rm -rf "$$aside"' EXIT; git clone -q . "$$aside/clone"; \
+	  (cd "$$aside/clone" && dvc pull -q data.dvc && rm -rf dvc.lock .dvc/embedded && dvc repro -q && dvc push -q -r embedded); \
+	  rm -rf .dvc/embedded; cp -r "$$aside/clone/.dvc/embedded" .dvc/; cp "$$aside/clone/dvc.lock" .; du -sh .dvc/embedded
 
 clean:  ## remove derived files (artifacts/, checkpoints, caches of tools); the data, registry and environment stay
 	@rm -rf artifacts .trainyard/checkpoints .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -173,8 +173,8 @@ def time_limit(name: str) -> float:
 
 def find_changes(root: Path) -> list[str]:
     """Why the pipeline has something to do, in words; empty where nothing changed and the right model is in service."""
-    if not (root / "dvc.lock").exists():
-        return ["first run"]
+    if not (root / "dvc.lock").exists() or not GateDecision.exists(root):
+        return ["first run here"]
     output = _run([*DVC, "status", "--json"], root, "dvc status", quiet=True)
     status = json.loads(next((line for line in reversed(output) if line.startswith("{")), "{}"))
     rejected = GateDecision.exists(root) and not GateDecision.load(root).approved
