@@ -246,6 +246,7 @@ def _worker(root: Path, settings: Settings, credentials: Credentials) -> Part:
         # Without heartbeats nobody can tell a run whose process died from one that works; 30 s is the least Prefect takes.
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_WORKER_QUERY_SECONDS": os.environ.get("PREFECT_WORKER_QUERY_SECONDS", "5"),
+        "PREFECT_HOME": os.environ.get("PREFECT_HOME", str((root / STATE / "prefect").resolve())),
         "PYTHONUNBUFFERED": "1",
     }
     login = environment.get("PREFECT_API_AUTH_STRING", "")

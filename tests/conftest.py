@@ -14,12 +14,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tasks.core.config import apply_overrides
 from tasks.core.files import canonical_json, file_lock, write_atomic
 from tasks.core.process import QUIET, spare_port
+
+if TYPE_CHECKING:
+    from stack_project import Stack
 
 ROOT = Path(__file__).parents[1]
 GIT_AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (("NAME", "Test"), ("EMAIL", "test@localhost"))}
@@ -118,3 +122,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         me.unlink()
         if not any(users.iterdir()):
             made.python("-m", "tasks.deploy", "--stop", check=False)
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Stack]:
+    """A running local stack on PostgreSQL, with passwords: one for all tests, since it takes half a minute to start."""
+    from stack_project import postgres_stack
+
+    with postgres_stack() as made:
+        yield made

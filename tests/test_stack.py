@@ -15,23 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import free_port
-from stack_project import Stack, free_ports, postgres_stack, stack_project
+from stack_project import Stack, free_ports, stack_project
 from tiny_project import make_project as make_tiny
 
-from flows import servers, stack
+from flows import servers
+from flows import stack as local_stack
 from flows.servers import Part
 from tasks.backends import model_registry
 from tasks.core import daemons
 from tasks.core.errors import BadInput
 
 PARTS = ("postgres", "prefect", "mlflow", "worker")
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Stack]:
-    """One stack on PostgreSQL, with passwords, for all tests of this file that need one."""
-    with postgres_stack() as made:
-        yield made
 
 
 def states(table: dict[str, list[str]], *names: str) -> set[str]:
@@ -51,53 +45,53 @@ def web(port: int, greeting: str = "") -> Part:
 def part(tmp_path: Path) -> Iterator[Part]:
     made = web(free_port())
     yield made
-    stack.end(tmp_path, made.name)
-    assert not stack.members(tmp_path, made.name)
+    local_stack.end(tmp_path, made.name)
+    assert not local_stack.members(tmp_path, made.name)
 
 
 def test_a_part_that_runs_is_left_alone_and_one_that_was_killed_is_started(tmp_path: Path, part: Part, capsys: pytest.CaptureFixture[str]) -> None:
-    stack.ensure(tmp_path, part)
-    first = stack.leader(tmp_path, part)
+    local_stack.ensure(tmp_path, part)
+    first = local_stack.leader(tmp_path, part)
     assert first is not None
-    stack.ensure(tmp_path, part)
-    assert stack.leader(tmp_path, part) == first
+    local_stack.ensure(tmp_path, part)
+    assert local_stack.leader(tmp_path, part) == first
     first.kill()
     daemons.wait_gone([first], 5)
-    stack.ensure(tmp_path, part)
+    local_stack.ensure(tmp_path, part)
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["started", "running", "started"]
 
 
 def test_a_part_whose_settings_changed_is_started_again(tmp_path: Path, part: Part) -> None:
-    stack.ensure(tmp_path, part)
-    before = stack.leader(tmp_path, part)
+    local_stack.ensure(tmp_path, part)
+    before = local_stack.leader(tmp_path, part)
     assert part.port is not None
     other = web(part.port, "hello")
-    stack.ensure(tmp_path, other)
-    after = stack.leader(tmp_path, other)
+    local_stack.ensure(tmp_path, other)
+    after = local_stack.leader(tmp_path, other)
     assert after is not None
     assert after != before
     assert after.environ()["GREETING"] == "hello"
 
 
 def test_a_part_that_hangs_is_started_again(tmp_path: Path, part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
-    stack.ensure(tmp_path, part)
-    hung = stack.leader(tmp_path, part)
+    local_stack.ensure(tmp_path, part)
+    hung = local_stack.leader(tmp_path, part)
     assert hung is not None
     hung.suspend()
-    monkeypatch.setattr(stack, "READY_S", 1.0)
-    monkeypatch.setattr(stack, "HUNG_S", 1.0)
-    monkeypatch.setattr(stack, "SERVER_GRACE_S", 0.5)
+    monkeypatch.setattr(local_stack, "READY_S", 1.0)
+    monkeypatch.setattr(local_stack, "HUNG_S", 1.0)
+    monkeypatch.setattr(local_stack, "SERVER_GRACE_S", 0.5)
     monkeypatch.setattr(servers.request, "__defaults__", (None, "", 0.5))
-    monkeypatch.setattr(stack, "_require_answer", lambda *_: None)
-    stack.ensure(tmp_path, part)
-    assert stack.leader(tmp_path, part) not in (None, hung)
+    monkeypatch.setattr(local_stack, "_require_answer", lambda *_: None)
+    local_stack.ensure(tmp_path, part)
+    assert local_stack.leader(tmp_path, part) not in (None, hung)
     assert not daemons.lives(hung)
 
 
 def test_a_server_that_dies_says_its_last_line(tmp_path: Path) -> None:
     dying = Part("prefect", (sys.executable, "-c", "import time; time.sleep(.3); print('boom: no room'); exit(3)"), {}, "here", lambda since: False)
     with pytest.raises(BadInput, match=r"server_not_ready.*prefect ended; got boom: no room"):
-        stack.ensure(tmp_path, dying)
+        local_stack.ensure(tmp_path, dying)
 
 
 def test_a_taken_port_is_named_with_its_holder(tmp_path: Path) -> None:
@@ -108,8 +102,8 @@ def test_a_taken_port_is_named_with_its_holder(tmp_path: Path) -> None:
         with pytest.raises(
             BadInput, match=rf"port_taken.*{port}, held by process {os.getpid()} .*TRAINYARD_STACK_MLFLOW_PORT in .trainyard/stack.env"
         ):
-            stack.ensure(tmp_path, web(port))
-    assert not stack.members(tmp_path, "mlflow")
+            local_stack.ensure(tmp_path, web(port))
+    assert not local_stack.members(tmp_path, "mlflow")
 
 
 # Settings and credentials
@@ -192,27 +186,27 @@ def test_without_postgresql_up_works_on_sqlite_and_down_reports_the_run_it_cuts_
 
 
 @pytest.mark.slow
-def test_up_twice_changes_nothing(running: Stack) -> None:
-    before = {process.pid for process in running.processes() if "python" in process.name()}
-    assert states(running.make("up"), *PARTS) == {"running"}
-    assert before <= {process.pid for process in running.processes()}
+def test_up_twice_changes_nothing(stack: Stack) -> None:
+    before = {process.pid for process in stack.processes() if "python" in process.name()}
+    assert states(stack.make("up"), *PARTS) == {"running"}
+    assert before <= {process.pid for process in stack.processes()}
 
 
 @pytest.mark.slow
-def test_no_password_stands_in_a_process_list_a_log_or_a_readable_file(running: Stack) -> None:
-    credentials = servers.load_credentials(running.root)
+def test_no_password_stands_in_a_process_list_a_log_or_a_readable_file(stack: Stack) -> None:
+    credentials = servers.load_credentials(stack.root)
     secrets = [getattr(credentials, name) for name in credentials.__dataclass_fields__]
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if any(secret in command for secret in secrets)]
-    for path in (running.root / ".trainyard").rglob("*"):
-        if path.is_file() and "postgres" not in path.relative_to(running.root).parts[1]:
+    for path in (stack.root / ".trainyard").rglob("*"):
+        if path.is_file() and "postgres" not in path.relative_to(stack.root).parts[1]:
             told = any(secret.encode() in path.read_bytes() for secret in secrets)
             assert not told or stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
 @pytest.mark.slow
-def test_the_servers_let_nobody_in_without_the_password(running: Stack) -> None:
-    clients = running.clients
+def test_the_servers_let_nobody_in_without_the_password(stack: Stack) -> None:
+    clients = stack.clients
     api, mlflow = clients["PREFECT_API_URL"], clients["MLFLOW_TRACKING_URI"]
     good = f"trainyard:{clients['MLFLOW_TRACKING_PASSWORD']}"
     for login, expected in (("", 401), ("trainyard:wrong", 401)):
@@ -223,9 +217,9 @@ def test_the_servers_let_nobody_in_without_the_password(running: Stack) -> None:
 
 @pytest.mark.slow
 def test_the_registry_logs_in_and_a_remote_champion_is_found_without_a_local_database(
-    running: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key, value in running.clients.items():
+    for key, value in stack.clients.items():
         monkeypatch.setenv(key, value)
     tiny = make_tiny(tmp_path / "one")
     folder = {"trainyard": [tiny.model.path("model.onnx"), tiny.root / tiny.model.PATH, tiny.root / tiny.report.PATH]}
@@ -245,21 +239,21 @@ def test_the_registry_logs_in_and_a_remote_champion_is_found_without_a_local_dat
 
 
 @pytest.mark.slow
-def test_after_kill_9_of_everything_up_mends_it_and_the_run_is_not_left_running(running: Stack) -> None:
-    run = running.start(running.add_probe("trainyard"), name="killed", seconds=600)
-    running.wait_for_run(run, "RUNNING")
+def test_after_kill_9_of_everything_up_mends_it_and_the_run_is_not_left_running(stack: Stack) -> None:
+    run = stack.start(stack.add_probe("trainyard"), name="killed", seconds=600)
+    stack.wait_for_run(run, "RUNNING")
     victims = [
-        running.leader("worker", "worker start"),
-        running.leader("prefect", "server start"),
-        running.leader("mlflow", "mlflow server"),
-        running.leader("postgres", "postgres -D"),
+        stack.leader("worker", "worker start"),
+        stack.leader("prefect", "server start"),
+        stack.leader("mlflow", "mlflow server"),
+        stack.leader("postgres", "postgres -D"),
     ]
     for victim in victims:
         victim.send_signal(signal.SIGKILL)
     daemons.wait_gone(victims, 10)
-    table = running.make("up")
+    table = stack.make("up")
     assert {name: table[name][0] for name in PARTS} == dict.fromkeys(PARTS, "started")
-    assert running.wait_for_run(run, "CRASHED", "SCHEDULED", seconds=5)
-    quick = running.start(str(running.api("/deployments/name/probe/probe-trainyard")["id"]), name="quick")
-    running.wait_for_run(quick, "COMPLETED")
-    assert (running.root / "quick.seen").exists()
+    assert stack.wait_for_run(run, "CRASHED", "SCHEDULED", seconds=5)
+    quick = stack.start(str(stack.api("/deployments/name/probe/probe-trainyard")["id"]), name="quick")
+    stack.wait_for_run(quick, "COMPLETED")
+    assert (stack.root / "quick.seen").exists()
