@@ -226,6 +226,10 @@ class Yard:
         found = model_registry.champion(self.root, load_params(self.root / PARAMS).register_.model_name)
         return (found.version, found.model_digest) if found else None
 
+    def newest_version(self) -> str | None:
+        """The registry's newest version, which bears the alias `challenger`."""
+        return model_registry.alias_version(self.root, load_params(self.root / PARAMS).register_.model_name, "challenger")
+
 
 @contextmanager
 def yard(seed: int = 0, workers: int = 1, images: int = 30) -> Iterator[Yard]:

@@ -90,8 +90,10 @@ def live(place: Yard, day: Day, generator: random.Random) -> Lived:
     start = time.monotonic()
     key = f"nightly {day.day}"
     run_id = place.trigger("retrain/nightly", key, reason=f"night of {day.day}")
+    same = ""
     if TWICE in day.happens:
         assert place.trigger("retrain/nightly", key) == run_id, "a trigger delivered twice is one run"
+        same = place.trigger("retrain/manual", reason="the same at once, by another door")
     if CRASH in day.happens:
         crash(place, run_id, generator)
     state = place.wait(run_id)
@@ -101,11 +103,18 @@ def live(place: Yard, day: Day, generator: random.Random) -> Lived:
     if BAD in day.happens:
         assert place.git("rev-parse", "main") == main, "refused data moved the main line"
         assert "validation_failed" in place.log(run_id)
+    if same:
+        other = place.wait(same)
+        assert other["name"] in expected | {"Unchanged"}, f"{day}: {other['name']}: {other['message']}\n{place.log(same)}"
     if DRIFT in day.happens:
         drift(place, {"Failed"} if BAD in day.happens else {"Unchanged"})
     after = place.champion()
-    if not day.happens & {DATA}:
+    if DATA not in day.happens:
         assert after == before, f"{day}: the champion moved without a reason"
+    elif BAD not in day.happens:
+        assert after, "nothing was promoted"
+        assert int(after[0]) == int(before[0] if before else 0) + 1, f"{day}: one reason made {before} into {after}"
+    assert after is None or place.newest_version() == after[0], f"{day}: a version that was never in service"
     return Lived(day, str(state["name"]), seconds, after[0] if after else "", disk(place.root))
 
 
