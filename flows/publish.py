@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ruamel.yaml.error import YAMLError
-
 from flows.follow import follow
 from flows.git import NETWORK_TIMEOUT_S, blobs, commit_of, commit_tree, content, git, is_ancestor, last_line, move_ref, tree_with, try_git
 from flows.worktree import BASE_TRAILER, Say, Work, cache_of, dvc, manifest, pointers, remote_of, remove, reopen
@@ -173,7 +171,7 @@ def _listed(work: Work, blob: str) -> set[str] | None:
     """The files of a data.dvc's version as "name md5", but for its index; None where the cache does not say."""
     try:
         found = [manifest(cache_of(work.root), md5) for md5 in pointers(content(work.home, blob))]
-    except (YAMLError, TypeError, AttributeError, KeyError):
+    except BadInput:
         return None
     return {entry for files in found if files for entry in files if not entry.startswith("dataset.json ")} if all(found) else None
 

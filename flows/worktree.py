@@ -205,31 +205,30 @@ def _whole(cache: Path, md5: str) -> bool:
 
 
 def pointers(text: bytes) -> list[str]:
-    """The md5 of every output that a .dvc file or dvc.lock names. Raises YAMLError, or TypeError for what is neither."""
-    tree = YAML(typ="safe", pure=True).load(text.decode())
-    stages = tree["stages"].values() if "stages" in tree else [tree]
-    return [str(out["md5"]) for stage in stages for out in stage.get("outs", []) if out.get("md5")]
+    """The md5 of every output that a .dvc file or dvc.lock names. Raises BadInput ``dvc_failed`` for what is neither."""
+    try:
+        tree = YAML(typ="safe", pure=True).load(text.decode())
+        stages = tree["stages"].values() if "stages" in tree else [tree]
+        return [str(out["md5"]) for stage in stages for out in stage.get("outs", []) if out.get("md5")]
+    except (YAMLError, TypeError, AttributeError, KeyError, UnicodeDecodeError) as error:
+        raise BadInput(
+            "dvc_failed", "data.dvc or dvc.lock is no DVC file", constraint="written by DVC", knob="git log -- data.dvc dvc.lock"
+        ) from error
 
 
 def bring_back(root: Path, say: Say) -> None:
-    """Link what data.dvc and dvc.lock name from the cache; what is in neither cache nor remote is stale, which is no error.
+    """Link what data.dvc and dvc.lock name from the cache, or fetch it where a remote is set; what is nowhere is stale, no error.
 
-    Part of a data version would be taken for the whole, so data/ comes back whole or is left to ingest, which asks the remotes.
+    DVC brings a folder back whole or not at all, so part of a data version is never taken for the whole.
     """
-    cache, targets = cache_of(root), []
-    data, lock = root / "data.dvc", root / "dvc.lock"
-    if data.is_file() and all(_whole(cache, md5) for md5 in pointers(data.read_bytes())):
-        targets.append("data.dvc")
-    verb = ["checkout"]
-    if lock.is_file():
-        targets.append("dvc.yaml")
-        remote = remote_of(root)
-        if remote not in ("", "embedded") and not all(_whole(cache, md5) for md5 in pointers(lock.read_bytes())):
-            verb = ["pull"]
-    if targets:
-        failure = dvc(root, *verb, "--quiet", "--allow-missing", *targets)
+    names = {"data.dvc": "data.dvc", "dvc.lock": "dvc.yaml"}
+    found = [name for name in names if (root / name).is_file()]
+    whole = all(_whole(cache_of(root), md5) for name in found for md5 in pointers((root / name).read_bytes()))
+    verb = "checkout" if whole or remote_of(root) in ("", "embedded") else "pull"
+    if found:
+        failure = dvc(root, verb, "--quiet", "--allow-missing", *(names[name] for name in found))
         if failure:
-            say(f"dvc {verb[0]} brought back only a part: {failure}")
+            say(f"dvc {verb} brought back only a part: {failure}")
 
 
 def dvc(root: Path, *arguments: str) -> str:
@@ -256,7 +255,7 @@ def _recover(root: Path, base: str, say: Say) -> None:
     try:
         if lock.is_file():
             pointers(lock.read_bytes())
-    except (YAMLError, TypeError, AttributeError, KeyError, UnicodeDecodeError):
+    except BadInput:
         lock.unlink()
         if try_git(root, "cat-file", "-e", f"{base}:dvc.lock").returncode == 0:
             lock.write_bytes(try_git(root, "cat-file", "blob", f"{base}:dvc.lock").stdout)

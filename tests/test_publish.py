@@ -15,7 +15,7 @@ from flows import publish as publishing
 from flows.git import blobs
 from flows.publish import PENDING, Outcome, Published, publish, push_pending
 from flows.workspace import workspace
-from flows.worktree import folder_of
+from flows.worktree import folder_of, remove
 from tasks.core.config import RunConfig, load_params
 from tasks.core.errors import BadInput
 
@@ -118,6 +118,18 @@ def test_a_failed_run_leaves_a_branch_and_its_worktree_and_moves_nothing(home: R
         make_version(work.root, work.home / ".dvc" / "cache", {"a": "first", "b": "second"}, "2")
         assert publish(work, "approved", "then it went well").main_moved
     assert git(home.root, "log", "--format=%s", f"{start}..trainyard/runs/r1").splitlines() == ["then it went well", "run r1: failed"]
+
+
+def test_a_failed_run_whose_worktree_was_swept_comes_back_from_its_branch_and_knows_what_it_was_made_from(home: Repository) -> None:
+    with pytest.raises(RuntimeError), workspace(run_id="r1", say=home.say) as work:
+        make_version(work.root, work.home / ".dvc" / "cache", {"a": "first"}, "1")
+        raise RuntimeError("no memory left")
+    remove(home.root, "r1")
+    assert run(home, "r2", {"a": "first", "b": "second"}, "2").main_moved
+    with workspace(run_id="r1", say=home.say) as again:
+        assert (again.root / "artifacts" / "model.txt").read_text() == "1"
+        assert again.base == work.base
+        assert "superseded" in publish(again, "approved", "late").why
 
 
 def test_a_cancelled_run_leaves_a_branch(home: Repository) -> None:

@@ -50,6 +50,7 @@ def wait_for(url: str, seconds: float = 90) -> None:
             time.sleep(0.5)
 
 
+@pytest.mark.timeout(900)  # a minute and a half on two idle cores
 def test_the_readmes_three_commands(project: Project) -> None:
     port = spare_port()
     api = {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
