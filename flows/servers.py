@@ -36,6 +36,8 @@ POOL = "trainyard"
 USER = "trainyard"
 """Login name at Prefect and MLflow, and the owner of the databases."""
 PREFECT_DATABASE, MLFLOW_DATABASE = "prefect", "mlflow"
+AMBIENT = {"PATH", "no_proxy", "NO_PROXY", "PREFECT_HOME", "PREFECT_WORKER_QUERY_SECONDS"}
+"""Variables that come from the shell of whoever calls: `up` from cron must not restart the worker, which would cut off its runs."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NO_PROXY = build_opener(ProxyHandler({}))
 

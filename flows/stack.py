@@ -26,6 +26,7 @@ import psutil
 
 from flows import postgres
 from flows.servers import (
+    AMBIENT,
     DIGEST_VARIABLE,
     ENV_FILE,
     FOLDER,
@@ -94,13 +95,13 @@ def up(root: Path) -> None:
 
 
 def down(root: Path) -> None:
-    """End the service, the worker and its runs, and the servers. A run that is cut off is reported as Crashed, never left RUNNING."""
+    """End the worker and its runs, the service, and the servers. A run that is cut off is reported as Crashed, never left RUNNING."""
     with _locked(root):
         settings, credentials = load_settings(root), load_credentials(root)
         clients = client_environment(settings, credentials)
-        row("service", _task(root, "deploy", "--stop"))
         cut = end_worker(root, clients)
         row("worker", "stopped", f"{len(cut)} runs cut off and reported as Crashed" if cut else "")
+        row("service", _task(root, "deploy", "--stop"))
         for name in reversed(ORDER[:-1]):
             row(name, "stopped" if end(root, name) else "was not running")
         (root / ENV_FILE).unlink(missing_ok=True)
@@ -155,7 +156,8 @@ def leader(root: Path, part: Part) -> psutil.Process | None:
 
 
 def _digest(part: Part) -> str:
-    return digest_of([part.command, part.environment, part.files, str(part.cwd), part.user])[:16]
+    chosen = {key: value for key, value in part.environment.items() if key not in AMBIENT}
+    return digest_of([part.command, chosen, part.files, str(part.cwd), part.user])[:16]
 
 
 def ensure(root: Path, *wanted: Part) -> None:

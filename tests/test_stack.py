@@ -106,6 +106,15 @@ def test_a_taken_port_is_named_with_its_holder(tmp_path: Path) -> None:
     assert not local_stack.members(tmp_path, "mlflow")
 
 
+def test_up_from_another_shell_is_no_change_of_settings_but_a_new_password_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, secret = servers.Settings(auth=True), servers.Credentials("a", "b", "c", "d")
+    before = local_stack._digest(servers.parts(tmp_path, settings, secret, None)["worker"])
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setenv("no_proxy", "elsewhere")
+    assert local_stack._digest(servers.parts(tmp_path, settings, secret, None)["worker"]) == before
+    assert local_stack._digest(servers.parts(tmp_path, settings, servers.Credentials("a", "b", "x", "d"), None)["worker"]) != before
+
+
 # Settings and credentials
 
 
