@@ -109,3 +109,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     made = make_project(tmp_path_factory.mktemp("finished") / "project")
     yield made.retrain()
     made.python("-m", "tasks.deploy", "--stop", check=False)
+
+
+from real_server import stack as stack  # noqa: E402  (it needs what stands above)
