@@ -20,10 +20,12 @@ SILENCE_S = 75
 """A run that said nothing for so long is dead: two heartbeats missed, and time for a slow server."""
 PENDING_S = 300
 """A run that a worker took and did not start within so long goes back to the queue."""
+RETRY_S = 15
+"""A crashed run waits so long before it is tried again: the server may say twice within seconds that it crashed."""
 MAX_STARTS = 3
 """A run that crashed as often as this stays crashed."""
-LONGEST_RUN = timedelta(days=8)
-OVER = ("Completed", "Unchanged", "Rejected", "Failed", "TimedOut", "Cancelled", "Cancelling", "Crashed", "Paused", "Suspended")
+OVER = ("Completed", "Unchanged", "Rejected", "Failed", "TimedOut", "Cancelled", "Paused", "Suspended")
+"""Names of states in which no process need live. One that is missing here does no harm: the server keeps a final state."""
 QUEUED = ("AwaitingRetry", "AwaitingConcurrencySlot", "Late", "Scheduled")
 RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 OURS = {"prefect.resource.id": "prefect.tag.trainyard", "prefect.resource.role": "tag"}
@@ -61,7 +63,7 @@ def keepers() -> list[Automation]:
             description=f"A run whose process said nothing for {SILENCE_S} s is dead: its state says so, and its slots are freed.",
             trigger=EventTrigger(
                 after=run_events("heartbeat"),
-                expect=run_events("heartbeat", *OVER, *QUEUED),
+                expect=run_events("heartbeat", "Crashed", *OVER, *QUEUED),  # not Cancelling: whoever should end it may be gone too
                 match=RUNS,
                 match_related=OURS,
                 for_each={"prefect.resource.id"},
@@ -75,14 +77,15 @@ def keepers() -> list[Automation]:
             name="trainyard: crashed, tried again",
             description=f"A crashed run goes back to its queue, and goes on from its last checkpoint; at most {MAX_STARTS} starts.",
             trigger=EventTrigger(
-                after=run_events("Running"),  # one that crashes before it runs, on an import error say, would come back for ever
-                expect=run_events("Crashed"),
+                after=run_events("Crashed"),
+                expect=run_events("Pending", "Running", *OVER, *QUEUED),
+                # Not 0: one that crashes before it ever ran, on an import error say, would come back for ever.
                 match={**RUNS, "prefect.run-count": [str(start) for start in range(1, MAX_STARTS)]},
                 match_related=OURS,
                 for_each={"prefect.resource.id"},
-                posture=Posture.Reactive,
+                posture=Posture.Proactive,
                 threshold=1,
-                within=LONGEST_RUN,
+                within=timedelta(seconds=RETRY_S),
             ),
             actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="tried again after a crash")],
         ),
@@ -91,7 +94,7 @@ def keepers() -> list[Automation]:
             description=f"A run that a worker took {PENDING_S} s ago and never started goes back to its queue: the worker is gone.",
             trigger=EventTrigger(
                 after=run_events("Pending"),
-                expect=run_events("Running", *OVER, *QUEUED),
+                expect=run_events("Running", "Crashed", *OVER, *QUEUED),
                 match=RUNS,
                 match_related=OURS,
                 for_each={"prefect.resource.id"},

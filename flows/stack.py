@@ -11,7 +11,6 @@ by the next one. A server whose settings changed is started again.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import signal
@@ -309,18 +308,15 @@ def _report_crash(clients: dict[str, str], run: str) -> bool:
 
 
 def _deploy_flows(root: Path, environment: dict[str, str]) -> None:
-    """Put what flows.setup makes on the server, and the deployments of prefect.yaml where there is none yet: those that a
+    """Put what flows.setup makes on the server, the deployments of prefect.yaml only where there is none yet: those that a
     person paused or changed stay as they are. Raises StageFailed."""
-    commands: list[tuple[str, ...]] = [(sys.executable, "-m", "flows.setup")] if importlib.util.find_spec("flows.setup") else []
     status, count = request(f"{environment['PREFECT_API_URL']}/deployments/count", {}, environment.get("PREFECT_API_AUTH_STRING", ""))
-    if status == 200 and not count:
-        commands.append((sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"))
-    for command in commands:
-        done = subprocess.run(command, cwd=root, env={**os.environ, **QUIET, **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            told = next((line for line in reversed(lines) if line.startswith("error[")), "")
-            raise StageFailed(told or f"error[stage_failed]: {' '.join(command[1:])}; got {lines[-1:]}", done.returncode if told else 1)
+    command = [sys.executable, "-m", "flows.setup", *([] if status == 200 and not count else ["--no-deploy"])]
+    done = subprocess.run(command, cwd=root, env={**os.environ, **QUIET, **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        told = next((line for line in reversed(lines) if line.startswith("error[")), "")
+        raise StageFailed(told or f"error[stage_failed]: {' '.join(command[1:])}; got {lines[-1:]}", done.returncode if told else 1)
 
 
 def _serve(root: Path) -> None:

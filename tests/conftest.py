@@ -131,3 +131,6 @@ def stack() -> Iterator[Stack]:
 
     with postgres_stack() as made:
         yield made
+
+
+from real_server import deployed as deployed  # noqa: E402  (it needs what stands above)

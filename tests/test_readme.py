@@ -27,7 +27,17 @@ def test_every_make_verb_exists_and_is_listed_by_make_alone() -> None:
 
 
 def test_every_command_is_known() -> None:
-    known = ("make ", "dvc repro", "dvc pull", "dvc metrics show", "source .venv/bin/activate", "prefect ", "cp presets/", "curl ")
+    known = (
+        "make ",
+        "dvc repro",
+        "dvc pull",
+        "dvc metrics show",
+        "source .venv/bin/activate",
+        "prefect ",
+        "python -m flows.",
+        "cp presets/",
+        "curl ",
+    )
     assert commands()
     for command in commands():
         assert command.startswith(known), command
