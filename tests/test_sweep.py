@@ -36,7 +36,7 @@ def trained(finished: Project, tmp_path_factory: pytest.TempPathFactory) -> Proj
     for server in (root / STATE / "serve").glob("*/"):
         shutil.rmtree(server)  # it serves the other project
     project.run("git", "add", "-A")
-    project.run("git", "commit", "-qm", "trained")
+    project.run("git", "commit", "--allow-empty", "-qm", "trained")
     return project
 
 
