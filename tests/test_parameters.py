@@ -61,7 +61,11 @@ def test_prefects_form_has_types_bounds_and_words_and_a_bad_value_starts_nothing
     assert epochs["description"] == "passes over the training split"
     assert set(schema["definitions"]["Overrides"]["properties"]) == {field.alias or name for name, field in Params.model_fields.items()}
     before = len(deployed.runs("retrain/manual"))
-    for value, told in (('{"train": {"epochs": 0}}', "minimum of 1"), ('{"train": {"epohcs": 3}}', "epohcs"), ('{"train": {"model": 7}}', "string")):
+    for value, told in (
+        ('{"train": {"epochs": 0}}', "minimum of 1"),
+        ('{"train": {"epohcs": 3}}', "epohcs"),
+        ('{"train": {"model": 7}}', "overrides.train.model"),
+    ):
         done = deployed.project.run("prefect", "deployment", "run", "retrain/manual", "--param", f"overrides={value}", env=deployed.env, check=False)
         assert done.returncode == 1
         assert told in done.stdout + done.stderr, done.stdout + done.stderr

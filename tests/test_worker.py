@@ -56,20 +56,20 @@ def test_the_readmes_three_commands(project: Project) -> None:
     api = {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     with background(project, "server.log", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), env={}):
         wait_for(f"http://127.0.0.1:{port}/api/health")
-        project.run("prefect", "work-pool", "create", "trainyard", "--type", "process", env=api)
-        project.run("prefect", "--no-prompt", "deploy", "--all", env=api)
+        project.python("-m", "flows.setup", env=api)
+        project.run("prefect", "--no-prompt", "deploy", "--all", env=api)  # which flows.setup did; again changes nothing
         listed = project.run("prefect", "deployment", "ls", env=api).stdout
         assert "retrain/manual" in listed
         assert "retrain/nightly" in listed
         nightly = json.loads(project.run("prefect", "deployment", "inspect", "retrain/nightly", "--output", "json", env=api).stdout)
         assert nightly["schedules"][0]["schedule"]["timezone"] == "Europe/London"
         with background(project, "worker.log", "prefect", "worker", "start", "--pool", "trainyard", env={**api, "PREFECT_WORKER_QUERY_SECONDS": "1"}):
-            overrides = 'overrides={"train":{"epochs":8}}'
+            overrides = 'overrides={"train":{"threads":1}}'
             command = ("prefect", "deployment", "run", "retrain/manual", "--param", overrides, "--watch", "--watch-interval", "2")
             watched = project.run(*command, check=False, timeout_s=480, env=api)
             log = (project.root / ".trainyard" / "worker.log").read_text(encoding="utf-8")
             assert watched.returncode == 0, f"{watched.stdout}\n{watched.stderr}\n{log}"
-            assert load_params(project.root / "params.yaml").train.epochs == 8
+            assert load_params(project.root / "params.yaml").train.threads == 1
             endpoint = Endpoint.load(project.root)
             with urllib.request.urlopen(f"{endpoint.url}/provenance", timeout=10) as answer:
                 assert json.load(answer)["tag"] == endpoint.tag

@@ -196,7 +196,7 @@ def _client(root: Path) -> Iterator[Any]:
     from requests.exceptions import RequestException
     from sqlalchemy.exc import OperationalError
 
-    uri = tracking_uri(root)
+    uri, before = tracking_uri(root), os.environ.get("MLFLOW_TRACKING_URI")
     try:
         if uri.startswith("sqlite:///"):
             mlflow_database.prepare(Path(uri.removeprefix("sqlite:///")))
@@ -213,6 +213,11 @@ def _client(root: Path) -> Iterator[Any]:
         if error.error_code in {"TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED"} or "API request" in str(error):
             raise _unavailable(uri, error) from error
         raise
+    finally:  # set_tracking_uri also sets the variable, by which the next project's store would be this one's
+        if before is None:
+            os.environ.pop("MLFLOW_TRACKING_URI", None)
+        else:
+            os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 def _unavailable(uri: str, error: Exception) -> Transient:

@@ -94,4 +94,4 @@ def last_line(log: Path) -> str:
             lines = [line.strip() for line in handle.read().decode("utf-8", "replace").splitlines() if line.strip()]
     except OSError:
         return "no log"
-    return lines[-1][-300:] if lines else "an empty log"
+    return lines[-1][:300] if lines else "an empty log"
