@@ -208,7 +208,11 @@ def parts(root: Path, settings: Settings, credentials: Credentials, cluster: Clu
 
 def _prefect(root: Path, settings: Settings, credentials: Credentials, cluster: Cluster | None) -> Part:
     url, port = settings.url(settings.prefect_port), settings.prefect_port
-    environment = {"PREFECT_HOME": str((root / FOLDER / "prefect").resolve())}
+    environment = {
+        "PREFECT_HOME": str((root / FOLDER / "prefect").resolve()),
+        # In memory, as by default, a slot that is held while the server is restarted would never come free.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    }
     if cluster is not None:
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = _database_url("postgresql+asyncpg", settings, credentials, PREFECT_DATABASE)
     if settings.auth:
