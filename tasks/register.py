@@ -37,6 +37,9 @@ from tasks.core.process import die_with_parent, quiet_environment
 PROJECT_FILES = (PARAMS.name, "dvc.yaml", "dvc.lock", "data.dvc", "requirements.lock")
 """Read at once, since DVC rewrites dvc.lock in place when it ends another stage."""
 
+RECORDED = (":!data.dvc", ":!dvc.lock", f":!{PARAMS.name}")
+"""What a run itself moves, and MLflow keeps whole: an edit of these leaves no doubt about the code."""
+
 _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_.\- ]")
 """What MLflow does not take in a metric's name."""
 
@@ -102,7 +105,7 @@ def gather(root: Path, params: Params) -> model_registry.RunRecord:
             "trainyard.evaluation_digest": report.digest,
             "trainyard.decision_digest": decision.digest,
             "mlflow.source.git.commit": _git(root, "rev-parse", "HEAD") or "none",
-            "trainyard.git_dirty": str(bool(_git(root, "status", "--porcelain"))).lower(),
+            "trainyard.git_dirty": str(bool(_git(root, "status", "--porcelain", "--", ".", *RECORDED))).lower(),
             "trainyard.python": platform.python_version(),
             "trainyard.platform": platform.platform(),
             **{f"trainyard.{name}": installed(name) for name in ("torch", "torchvision", "onnxruntime", "bentoml", "dvc")},

@@ -13,6 +13,7 @@ from train_job import result_of, run_job
 from training_data import make_data, small_config
 
 from tasks.core.artifacts import ImageCache, TrainedModel, TrainingSet
+from tasks.core.files import file_lock
 from tasks.training.checkpoint import Checkpoints, fingerprint, prune
 
 
@@ -129,8 +130,11 @@ def test_old_folders_are_pruned_but_never_the_one_in_use(tmp_path: Path) -> None
         folder = tmp_path / f"f{age}"
         folder.mkdir()
         os.utime(folder, (1000 - age, 1000 - age))
-    prune(tmp_path, keep="f7")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["f0", "f1", "f2", "f3", "f7"]
+    (tmp_path / "new").mkdir()  # another run has made it and is about to take its lock
+    with file_lock(tmp_path / "f6" / "lock", 1.0, "a training beside this one"):
+        os.utime(tmp_path / "f6", (1, 1))
+        prune(tmp_path, keep="f7")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f0", "f1", "f2", "f6", "f7", "new"]
 
 
 def test_a_foreign_checkpoint_is_not_used(tmp_path: Path) -> None:

@@ -177,13 +177,13 @@ def _fetched(repo: Repo, pointer: Path, remote: str | None) -> bool:
 def _waiting(action: Callable[[], T], what: str) -> T:
     """``action``, tried again with jitter for WAIT_S seconds while another DVC command holds the lock."""
     from dvc.lock import LockError
-    from dvc.rwlock import RWLockFileFormatError
+    from dvc.rwlock import RWLockFileCorruptedError, RWLockFileFormatError
 
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
             return action()
-        except (LockError, RWLockFileFormatError) as error:
+        except (LockError, RWLockFileCorruptedError, RWLockFileFormatError) as error:
             if time.monotonic() > deadline:
                 raise Transient(
                     "lock_busy", f"{what}: another DVC command holds the lock", value=f"busy for {WAIT_S:.0f} s", constraint="free"

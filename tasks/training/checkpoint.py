@@ -10,7 +10,9 @@ import hashlib
 import io
 import re
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from tasks.core.artifacts import ImageCache, TrainingSet
 from tasks.core.config import TrainConfig
-from tasks.core.files import digest_of, sha256_file, write_atomic
+from tasks.core.files import digest_of, is_locked, sha256_file, write_atomic
 from tasks.images import augment_ops
 from tasks.images import cache as cache_module
 from tasks.training.plugins import EpochRow, Plugin, TrainState
@@ -28,6 +30,7 @@ KEEP = 2
 """Checkpoints kept in a folder: the newest, and the one before it in case the newest is damaged."""
 
 KEEP_FOLDERS = 5
+YOUNG_S = 600.0
 NOT_DECIDING = {"export.py", "metrics.py", "plots.py", "predict.py", "progress.py", "resources.py"}
 """Modules beside this one that cannot change the weights: their edits leave checkpoints valid."""
 _NAME = re.compile(r"epoch-(\d{6})\.([0-9a-f]{64})\.pt")
@@ -155,7 +158,15 @@ class Save(Plugin):
 
 
 def prune(checkpoints: Path, keep: str) -> None:
-    """Leave the ``KEEP_FOLDERS`` newest fingerprint folders below ``checkpoints``, ``keep`` always among them."""
-    folders = sorted((path for path in checkpoints.iterdir() if path.is_dir()), key=lambda path: (path.name == keep, path.stat().st_mtime))
-    for folder in folders[:-KEEP_FOLDERS]:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Leave the ``KEEP_FOLDERS`` newest fingerprint folders below ``checkpoints``, and whatever the runs beside this one use.
+
+    ``keep`` always stays, as does a folder whose lock a training holds, or that is younger than ``YOUNG_S``: its lock may come.
+    """
+    found: list[tuple[bool, float, Path]] = []
+    for path in checkpoints.iterdir():
+        with suppress(FileNotFoundError):  # another run prunes too
+            if path.is_dir():
+                found.append((path.name == keep, path.stat().st_mtime, path))
+    for _, changed, folder in sorted(found)[:-KEEP_FOLDERS]:
+        if changed < time.time() - YOUNG_S and not is_locked(folder / "lock"):
+            shutil.rmtree(folder, ignore_errors=True)
