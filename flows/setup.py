@@ -157,7 +157,7 @@ def _unknown(block: str) -> NoReturn:
 async def _automation(client: PrefectClient, wanted: Automation) -> None:
     """Create or update one automation, known by its name; whether it is switched on is left to people."""
     what = f"automation {wanted.name!r}"
-    core = AutomationCore(**wanted.model_dump(exclude={"id"}))
+    core = AutomationCore(**wanted.model_dump(exclude={"id", "owner_resource"}))  # the server takes no owner in an update
     there = await client.read_automations_by_name(wanted.name)
     if not there:
         await client.create_automation(core)
