@@ -169,14 +169,14 @@ def check(place: Yard) -> None:
 
 
 def restorable(place: Yard) -> int:
-    """Check that ``dvc checkout`` alone brings back every pair that the main line ever held; how many there are."""
+    """Check that ``dvc checkout`` alone brings back every pair that a run ever put on the main line; how many there are."""
     seen: set[str] = set()
     with TemporaryDirectory(prefix="trainyard-restore-") as folder:
         clone = Path(folder) / "clone"
         place.git("clone", "-q", "--no-hardlinks", str(place.root), str(clone))
         elsewhere = Yard(clone, place.source, place.api)
         elsewhere.python("-m", "dvc", "cache", "dir", "--local", str((place.root / ".dvc" / "cache").resolve()))
-        for commit in elsewhere.git("log", "--first-parent", "--format=%H", "main").split():
+        for commit in elsewhere.git("log", "--first-parent", "--merges", "--format=%H", "main").split():
             pair = elsewhere.git("ls-tree", commit, "data.dvc", "dvc.lock")
             if len(pair.splitlines()) == 2 and pair not in seen:
                 seen.add(pair)
