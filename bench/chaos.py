@@ -1,6 +1,6 @@
 """kill -9 of worker, server, flow, stage and rank at random times, and what must hold afterwards all the same.
 
-    python -m bench.chaos [ROUNDS] [SEED]        a round is one kill; tests/test_chaos.py plays twenty
+    python -m bench.chaos [ROUNDS] [SEED]        a round is one kill
 
 Several rounds fall into one run: it ends in an honest state within two minutes of its last death, or goes on to its end. Then
 the champion is in service, nothing is half published, no process is an orphan, no slot is held, no run says that it runs.

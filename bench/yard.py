@@ -168,7 +168,7 @@ class Yard:
         found: dict[str, Any] = self.call("GET", f"/flow_runs/{run_id}")["state"]
         return found
 
-    def wait(self, run_id: str, timeout_s: float = 600.0, settle_s: float = 40.0) -> dict[str, Any]:
+    def wait(self, run_id: str, timeout_s: float = 600.0, settle_s: float = 90.0) -> dict[str, Any]:
         """The final state of a flow run; one that crashed is given ``settle_s`` seconds to be tried again.
 
         Raises TimeoutError with the run's log.
