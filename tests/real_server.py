@@ -25,17 +25,17 @@ from conftest import Project, free_port, make_project
 
 T = TypeVar("T")
 ACTOR = '''"""Stands in for ingest in tests of what happens around a stage: sleeps with a grandchild, or fails."""
-import subprocess, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 
 from tasks.core.process import die_with_parent
 
 HOME = Path({home!r})
 die_with_parent()
-if (HOME / ".trainyard" / "act").read_text() == "sleep":
+if os.environ.get("ACT", (HOME / ".trainyard" / "act").read_text()) == "sleep":
     print("ingest: sleeping", flush=True)
     child = subprocess.Popen(["sleep", "600"], preexec_fn=die_with_parent)
-    (HOME / ".trainyard" / "sleeper").write_text(str(child.pid))
+    (HOME / ".trainyard" / ("sleeper." + os.environ["PREFECT__FLOW_RUN_ID"])).write_text(str(child.pid))
     time.sleep(600)
 print("error[source_empty]: the test says so; got nothing; must be something; set tests", file=sys.stderr)
 sys.exit(2)
@@ -85,7 +85,7 @@ class Deployed:
                 continue
 
     def act(self, how: str) -> None:
-        """What ingest does from now on: fail or sleep."""
+        """What ingest does from now on, fail or sleep, in runs that were not triggered with ``how`` of their own."""
         (self.project.root / ".trainyard" / "act").write_text(how)
 
     def post(self, path: str, **body: Any) -> Any:
@@ -126,9 +126,9 @@ class Deployed:
         """The run, once it is in a state of one of ``names``."""
         return until(lambda: run if (run := self.run(run_id))["state_name"] in names else None, f"{run_id} {names}", seconds, self)
 
-    def sleeper(self, seconds: float = 90) -> int:
-        """The pid of the grandchild of a stage that sleeps."""
-        path = self.project.root / ".trainyard" / "sleeper"
+    def sleeper(self, run_id: str, seconds: float = 90) -> int:
+        """The pid of the grandchild of the stage that sleeps in a run."""
+        path = self.project.root / ".trainyard" / f"sleeper.{run_id}"
 
         def found() -> int | None:
             return int(path.read_text()) if path.is_file() and path.read_text() else None

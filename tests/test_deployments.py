@@ -26,6 +26,7 @@ from flows.automations import MAX_STARTS, RETRY_S
 
 pytestmark = pytest.mark.slow
 
+SLEEP = {"env": {"ACT": "sleep"}}
 HOLD = """
 import os, sys, time
 from flows.bindings import slot
@@ -33,10 +34,6 @@ with slot("trainyard-training"):
     print("held", flush=True)
     time.sleep(float(sys.argv[1]))
 """
-
-
-def seconds_between(before: str, after: str) -> float:
-    return (datetime.fromisoformat(after.replace("Z", "+00:00")) - datetime.fromisoformat(before.replace("Z", "+00:00"))).total_seconds()
 
 
 def active_slots(deployed: Deployed) -> int:
@@ -84,10 +81,9 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(deployed: Deployed) -> Killed:
-    deployed.act("sleep")
     worker = deployed.worker()
-    run_id = deployed.trigger("retrain/manual")
-    sleeper = deployed.sleeper()
+    run_id = deployed.trigger("retrain/manual", job_variables=SLEEP)
+    sleeper = deployed.sleeper(run_id)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, "600"], cwd=deployed.project.root, env={**deployed.project.environment, **deployed.env}, stdout=subprocess.PIPE
     )
@@ -100,7 +96,6 @@ def killed(deployed: Deployed) -> Killed:
     holder.wait()
     at = time.time()
     assert gone(sleeper, 15), "the stage's grandchild outlived the flow's process"
-    deployed.act("fail")
     deployed.worker()
     return Killed(run_id, at, ThreadPoolExecutor(1).submit(crash_again_and_again, deployed))
 
@@ -123,7 +118,7 @@ def test_drift_starts_one_retrain_and_a_second_is_cancelled_and_both_are_told(de
     run = until(lambda: next(iter(deployed.runs("retrain/on-drift")), None), "run on drift", 30, deployed)
     assert run["parameters"] == {"reason": "drift: brightness fell by 20 %"}
     deployed.until(run["id"], "Running")
-    sleeper = deployed.sleeper()
+    sleeper = deployed.sleeper(run["id"])
     second = deployed.trigger("retrain/on-drift")
     assert "concurrency limit" in deployed.until(second, "Cancelled")["state"]["message"]
 
@@ -137,15 +132,13 @@ def test_drift_starts_one_retrain_and_a_second_is_cancelled_and_both_are_told(de
 
 
 def test_a_manual_run_waits_for_the_one_before_it_and_a_stage_past_its_limit_is_ended(deployed: Deployed, killed: Killed) -> None:
-    deployed.act("sleep")
-    environment = {"env": {"TRAINYARD_TIME_LIMIT_S_INGEST": "8"}}
+    environment = {"env": {"ACT": "sleep", "TRAINYARD_TIME_LIMIT_S_INGEST": "8"}}
     name = "retrain/on-new-data"  # ENQUEUE too, and no crashed run of it is about to come back
     first = deployed.trigger(name, job_variables=environment, parameters={"reason": "first"})
     deployed.until(first, "Running")
-    sleeper = deployed.sleeper()
+    sleeper = deployed.sleeper(first)
     second = deployed.trigger(name)
     assert deployed.until(second, "AwaitingConcurrencySlot", "Running")["state_name"] == "AwaitingConcurrencySlot"
-    deployed.act("fail")
     message = deployed.until(first, "Failed")["state"]["message"]
     assert "error[time_limit]: ingest was ended; got more than 8 s; must be faster; set TRAINYARD_TIME_LIMIT_S_INGEST" in message
     assert gone(sleeper, 5)
@@ -167,12 +160,11 @@ def test_a_schedule_fires_and_an_unmoved_source_costs_seconds(deployed: Deployed
     assert "the source did not move" in run["state"]["message"]
     assert run["total_run_time"] < 10
     for schedule in httpx.get(f"{deployed.api}/deployments/{watch}/schedules", timeout=30).json():
-        httpx.delete(f"{deployed.api}/deployments/{watch}/schedules/{schedule['id']}", timeout=30)
+        if "interval" in schedule["schedule"]:
+            httpx.delete(f"{deployed.api}/deployments/{watch}/schedules/{schedule['id']}", timeout=30)
 
 
 def test_a_run_whose_worker_and_process_were_killed_is_crashed_within_two_minutes_and_its_slots_are_free(deployed: Deployed, killed: Killed) -> None:
-    deployed.act("sleep")
-
     def crashed() -> dict[str, Any] | None:
         return next((state for state in deployed.states(killed.run_id) if state["name"] == "Crashed"), None)
 
@@ -181,14 +173,12 @@ def test_a_run_whose_worker_and_process_were_killed_is_crashed_within_two_minute
     assert datetime.fromisoformat(state["timestamp"].replace("Z", "+00:00")).timestamp() - killed.at < 120
     until(lambda: True if active_slots(deployed) == 0 else None, "free training slot", max(killed.at + 120 - time.time(), 5), deployed)
 
-    run = deployed.until(killed.run_id, "Running", seconds=180)  # the same run comes back
-    assert run["run_count"] == 2
-    sleeper = deployed.sleeper()
+    sleeper = deployed.sleeper(killed.run_id)  # the same run comes back
+    assert deployed.run(killed.run_id)["run_count"] == 2
     flow_processes(sleeper)[0].kill()
     deployed.until(killed.run_id, "Crashed", seconds=20)
     assert gone(sleeper, 15)
-    deployed.act("fail")
-    after = deployed.trigger("retrain/manual")  # its slot of the deployment is free
+    after = deployed.trigger("retrain/manual")  # its slot of the deployment is free, until it comes back once more
     deployed.until(after, "Failed", seconds=60)
 
 
