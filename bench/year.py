@@ -1,6 +1,6 @@
 """A year of nightly retraining, a day at a time, with everything that a year brings, on a real server, worker, registry and service.
 
-    python -m bench.year [DAYS] [SEED]        365 days take hours; tests/test_week.py lives through a week of them
+    python -m bench.year [DAYS] [SEED]        at least 14 days; 365 take hours
 
 The clock is the caller's: a day is one trigger of retrain/nightly, delivered with that day as its key (sometimes twice), after
 what happens on that day. That Prefect fires it once on each local day, whatever the clocks do, is tests/test_schedule.py's.
