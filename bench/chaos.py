@@ -41,7 +41,7 @@ def strike(place: Yard, victim: str, run_id: str, generator: random.Random) -> b
         place.start_server()
         return True
     if victim == "flow":
-        victims = [process for process in place.processes("prefect") if process.environ().get("PREFECT__FLOW_RUN_ID") == run_id]
+        victims = place.flow_processes(run_id)
     elif victim == "rank":
         victims = [child for process in place.processes("tasks.train") for child in process.children(recursive=True)]
     else:

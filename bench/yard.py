@@ -24,9 +24,10 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from bench.projects import fresh_project, run
-from tasks.backends import model_registry, serving
+from tasks.backends import model_registry
 from tasks.core.config import PARAMS, apply_overrides, load_params
 from tasks.core.process import QUIET, end_group, spare_port
+from tasks.core.runs import run_of
 
 CLASSES = {"blue": (40, 60, 200), "green": (40, 170, 60), "red": (200, 50, 40)}
 SIDE_PX = 12
@@ -216,10 +217,9 @@ class Yard:
                 continue
         return found
 
-    def served(self) -> str | None:
-        """The tag of the Bento that answers on the public port."""
-        config = load_params(self.root / PARAMS).deploy
-        return serving.served_tag(serving.url_of(config.host, config.port))
+    def flow_processes(self, run_id: str) -> list[psutil.Process]:
+        """The processes of a run's flow, without its stages."""
+        return [process for process in self.processes("prefect") if run_of(process.pid) == run_id]
 
     def champion(self) -> tuple[str, str] | None:
         """(version, model digest) of the registry's champion."""

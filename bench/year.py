@@ -39,13 +39,15 @@ class Day:
 
 @dataclass(frozen=True)
 class Lived:
-    """How a day went: its run's final state, seconds from trigger to end, the champion's version, bytes on disk."""
+    """How a day went: its run's final state, seconds from trigger to end, the champion's version, bytes on disk, whether
+    a crash struck (a process may have ended first)."""
 
     day: Day
     state: str
     seconds: float
     champion: str
     disk: int
+    struck: bool
 
 
 def calendar(days: int, seed: int) -> list[Day]:
@@ -94,8 +96,7 @@ def live(place: Yard, day: Day, generator: random.Random) -> Lived:
     if TWICE in day.happens:
         assert place.trigger("retrain/nightly", key) == run_id, "a trigger delivered twice is one run"
         same = place.trigger("retrain/manual", reason="the same at once, by another door")
-    if CRASH in day.happens:
-        crash(place, run_id, generator)
+    struck = CRASH in day.happens and crash(place, run_id, generator, STAGES if DATA in day.happens else STAGES[:1])
     state = place.wait(run_id)
     seconds = time.monotonic() - start
     expected = {"Failed"} if BAD in day.happens else {"Completed"} if DATA in day.happens else {"Unchanged"}
@@ -115,7 +116,7 @@ def live(place: Yard, day: Day, generator: random.Random) -> Lived:
         assert after, "nothing was promoted"
         assert int(after[0]) == int(before[0] if before else 0) + 1, f"{day}: one reason made {before} into {after}"
     assert after is None or place.newest_version() == after[0], f"{day}: a version that was never in service"
-    return Lived(day, str(state["name"]), seconds, after[0] if after else "", disk(place.root))
+    return Lived(day, str(state["name"]), seconds, after[0] if after else "", disk(place.root), struck)
 
 
 def worse(place: Yard, day: Day) -> None:
@@ -140,17 +141,17 @@ def drift(place: Yard, expected: set[str]) -> None:
     assert "brightness of requests" in state["message"] + place.log(new[0])
 
 
-def crash(place: Yard, run_id: str, generator: random.Random) -> None:
-    """kill -9 the run's flow process, or a stage of it, whichever comes, once it is under way."""
-    stage = generator.choice((*STAGES, "flow"))
+def crash(place: Yard, run_id: str, generator: random.Random, stages: Sequence[str]) -> bool:
+    """kill -9 the run's flow process or one of ``stages``, chosen at random, once it is there; whether it was."""
+    stage = generator.choice((*stages, "flow"))
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and place.state(run_id)["type"] in ("SCHEDULED", "PENDING", "RUNNING"):
-        words = ("prefect", run_id) if stage == "flow" else (f"tasks.{stage}",)
-        victims = place.processes(*words) or ([] if stage != "flow" else place.processes("prefect.flow_engine"))
+        victims = place.flow_processes(run_id) if stage == "flow" else place.processes(f"tasks.{stage}")
         if victims:
             end_hard(generator.choice(victims))
-            return
+            return True
         time.sleep(0.02)
+    return False
 
 
 def check(place: Yard) -> None:
@@ -234,6 +235,7 @@ def main(days: int, seed: int) -> None:
         ("nights", str(len(lived))),
         ("ended as", ", ".join(f"{name} {count}" for name, count in sorted(Counter(day.state for day in lived).items()))),
         ("happened", ", ".join(f"{name} {count}" for name, count in sorted(happened.items()))),
+        ("crashes that struck a process", str(sum(day.struck for day in lived))),
         ("model versions in service, one after the other", str(len({day.champion for day in lived}))),
         ("trigger to end, nothing changed, s", f"{median(quiet):.1f} ({min(quiet):.1f} to {max(quiet):.1f})" if quiet else "none"),
         ("trigger to end, retrained, s", f"{median(trained):.1f} ({min(trained):.1f} to {max(trained):.1f})" if trained else "none"),

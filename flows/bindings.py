@@ -28,13 +28,13 @@ from prefect.concurrency.sync import concurrency
 from prefect.states import Completed, Failed
 from ruamel.yaml import YAML
 
+from flows.worktree import DVC
 from tasks.core.artifacts import Artifact, BentoRef, Endpoint, GateDecision, TrainedModel
 from tasks.core.config import PARAMS, DeployConfig, load_params
 from tasks.core.errors import FREE_SPACE, FULL_WORDS, MEMORY_KNOBS, SWEEP_KNOB, BadInput, StageFailed
 from tasks.core.process import run_child
 
 PYTHON = sys.executable
-DVC = (PYTHON, "-m", "tasks.core.process", "dvc")
 ENVIRONMENT = {"PATH": f"{Path(PYTHON).parent}{os.pathsep}{os.environ.get('PATH', '')}", "PYTHONUNBUFFERED": "1"}
 ERROR_LINE = re.compile(r"error\[(?P<code>[a-z_]+)\]: .*")
 EXIT_CODE = re.compile(r"exited with (?P<code>-?\d+)")
@@ -177,7 +177,7 @@ def find_changes(root: Path) -> list[str]:
         return ["first run here"]
     output = _run([*DVC, "status", "--json"], root, "dvc status", quiet=True)
     status = json.loads(next((line for line in reversed(output) if line.startswith("{")), "{}"))
-    rejected = GateDecision.exists(root) and not GateDecision.load(root).approved
+    rejected = not GateDecision.load(root).approved
     if rejected:
         status.pop("package", None)  # it never runs on a rejected model
     reasons = explain_status(status, changed_params(root))

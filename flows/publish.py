@@ -20,15 +20,13 @@ from flows.worktree import BASE_TRAILER, Say, Work, cache_of, dvc, manifest, poi
 from tasks.core.config import PARAMS, RunConfig
 from tasks.core.errors import BadInput, Transient
 from tasks.core.files import STATE, canonical_json, file_lock, write_atomic
-from tasks.core.runs import WORKTREES, lock_of
+from tasks.core.runs import PENDING, WORKTREES, lock_of
 
 Outcome = Literal["approved", "rejected", "ingested", "failed"]
 PAIR = ("data.dvc", "dvc.lock")
 METRICS = "artifacts/evaluation/metrics.json"
 PUBLISHED = STATE / "published.json"
 """In a worktree whose run needs it no more."""
-PENDING = STATE / "pending.json"
-"""In a worktree that is kept until its run's data and branch are pushed."""
 RACE_S = 60.0
 """How long the step of the main line is tried again while other runs are faster."""
 

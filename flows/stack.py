@@ -46,6 +46,7 @@ from tasks.core.artifacts import Endpoint
 from tasks.core.errors import BadInput, StageFailed, Transient
 from tasks.core.files import STATE, digest_of, file_lock, write_atomic
 from tasks.core.process import QUIET
+from tasks.core.runs import run_of
 
 READY_S = 120.0
 """A server that just started may take this long: Prefect's first start makes a hundred migrations."""
@@ -54,12 +55,9 @@ HUNG_S = 20.0
 RUN_GRACE_S = 25.0
 """A flow run that is asked to end has this long to end its stage (10 s) and to report itself as crashed."""
 SERVER_GRACE_S = 15.0
-HEARD_S = 3.0
-"""Automations on the server have this long to act on a run that ended, before the server goes."""
 LOG_BYTES = 20_000_000
 """A log that is longer is put aside as NAME.log.1 when its server starts."""
 ORDER = ("postgres", "prefect", "mlflow", "worker")
-RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 WIDTHS = (10, 34, 32)
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
@@ -261,26 +259,19 @@ def end_worker(root: Path, clients: dict[str, str]) -> list[str]:
     reporting themselves as Crashed; whatever did not is ended hard and reported from here. Runs whose worker died before go
     the same way.
     """
-    workers = [process for process in members(root, "worker") if _run_of(process) is None]
+    workers = [process for process in members(root, "worker") if not run_of(process.pid)]
     daemons.send(workers, signal.SIGSTOP)
 
     def of_runs() -> list[psutil.Process]:
-        return [process for process in members(root, "worker") if _run_of(process) is not None]
+        return [process for process in members(root, "worker") if run_of(process.pid)]
 
     running = of_runs()
-    runs = sorted({run for process in running if (run := _run_of(process))})
+    runs = sorted({run for process in running if (run := run_of(process.pid))})
     ids = {process.pid for process in running}
     daemons.send([process for process in running if _parent(process) not in ids], signal.SIGTERM)
     _end_all(of_runs, RUN_GRACE_S)
-    _end_all(lambda: [process for process in members(root, "worker") if _run_of(process) is None], 0.0)
+    _end_all(lambda: [process for process in members(root, "worker") if not run_of(process.pid)], 0.0)
     return [run for run in runs if _report_crash(clients, run)]
-
-
-def _run_of(process: psutil.Process) -> str | None:
-    try:
-        return str(process.environ()[RUN_VARIABLE]) if RUN_VARIABLE in process.environ() else None
-    except (psutil.Error, OSError):
-        return None
 
 
 def _parent(process: psutil.Process) -> int:
@@ -299,12 +290,8 @@ def _report_crash(clients: dict[str, str], run: str) -> bool:
     if found["state_type"] not in ENDED:
         state = {"type": "CRASHED", "name": "Crashed", "message": "cut off: its worker was stopped"}
         request(f"{api}/flow_runs/{run}/set_state", {"state": state}, login)
-    elif found["state_type"] != "CRASHED":
-        return False
-    deadline = time.monotonic() + HEARD_S
-    while time.monotonic() < deadline and request(f"{api}/flow_runs/{run}", login=login)[1]["state_type"] == "CRASHED":
-        time.sleep(0.2)
-    return True
+        return True
+    return bool(found["state_type"] == "CRASHED")
 
 
 def _deploy_flows(root: Path, environment: dict[str, str]) -> None:

@@ -25,11 +25,13 @@ from prefect.settings import get_current_settings
 from prefect.states import Completed, Crashed
 
 from flows.bindings import failure_of
+from flows.publish import push_pending
 from tasks.core import errors, runs
+from tasks.core.config import PARAMS, load_params
 from tasks.core.process import quiet_environment, run_child
 
 SILENT_S = 600.0
-"""Without a sign of life for so long a run of an unknown host is dead. Heartbeats come every 180 s (PREFECT_FLOWS_HEARTBEAT_FREQUENCY)."""
+"""Without a sign of life for so long a run of an unknown host is dead. Heartbeats come every 30 s by prefect.yaml, every 180 s by default."""
 DEAD_HERE_S = 30.0
 """The same where this host knows that the run's process is gone: what it reported last may still be on its way."""
 PAGE = 200
@@ -54,7 +56,10 @@ def sweep(dry_run: bool = False, young_s: float = 3600.0) -> State[Any]:
 
 
 def sweep_project(home: Path, dry_run: bool, young_s: float, say: Callable[[str], None]) -> list[Deed]:
-    """Sweep the project at ``home``, telling each deed and at last the sum. Raises StageFailed where the child failed."""
+    """Sweep the project at ``home``, telling each deed and at last the sum; runs that are pending are pushed first.
+
+    Raises BadInput ``params_missing`` or ``params_invalid``, StageFailed where the child failed.
+    """
     deeds: list[Deed] = []
 
     def tell(deed: Deed) -> None:
@@ -63,6 +68,8 @@ def sweep_project(home: Path, dry_run: bool, young_s: float, say: Callable[[str]
         say(f"  {deed['did']:<8} {deed['what']}{size}  ({deed['why']})")
 
     say("sweep: a dry run, nothing is changed" if dry_run else "sweep:")
+    if not dry_run:
+        push_pending(home, load_params(home / PARAMS).run, say)
     for deed in close_flow_runs(home, dry_run):
         tell(deed)
     command = [sys.executable, "-m", "tasks.backends.sweep", "--young-s", str(young_s), *(["--dry-run"] if dry_run else [])]

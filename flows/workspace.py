@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from flows.publish import PENDING, PUBLISHED, commit_run, publish
+from flows.publish import PUBLISHED, commit_run, publish
 from flows.worktree import Say, Work, make_or_reuse, remove
 from tasks.core.config import PARAMS, RunConfig, apply_overrides, check_params, load_params
 from tasks.core.errors import BadInput
 from tasks.core.files import STATE, file_lock
-from tasks.core.runs import STARTING_LOCK, lock_of
+from tasks.core.runs import PENDING, STARTING_LOCK, lock_of
 
 LOCK_TIMEOUT_S = 3600.0
 SAME_RUN_S = 60.0

@@ -23,14 +23,15 @@ from tasks.core.files import canonical_json, file_lock, write_atomic
 from tasks.core.process import QUIET, spare_port
 
 if TYPE_CHECKING:
+    from real_server import Deployed
     from stack_project import Stack
+    from tiny_repository import Repository
 
 ROOT = Path(__file__).parents[1]
 GIT_AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in (("NAME", "Test"), ("EMAIL", "test@localhost"))}
 
 
 Done = subprocess.CompletedProcess[str]
-free_port = spare_port
 
 
 @dataclass(frozen=True)
@@ -133,4 +134,21 @@ def stack() -> Iterator[Stack]:
         yield made
 
 
-from real_server import deployed as deployed  # noqa: E402  (it needs what stands above)
+@pytest.fixture(scope="session")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """A real Prefect server made ready by flows.setup, over a project whose ingest does as a test tells it; no worker yet."""
+    from real_server import deployed_project
+
+    with deployed_project(tmp_path_factory.mktemp("deployed") / "project") as made:
+        yield made
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    """A tiny git and DVC repository in whose folder this process stands."""
+    from tiny_repository import make_repository
+
+    made = make_repository(tmp_path / "home")
+    monkeypatch.chdir(made.root)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the tiny repository has no tasks/ of its own
+    return made

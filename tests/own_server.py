@@ -13,9 +13,9 @@ import urllib.request
 from functools import cache
 from pathlib import Path
 
-from conftest import free_port, prefect_home
+from conftest import prefect_home
 
-from tasks.core.process import QUIET, end_group
+from tasks.core.process import QUIET, end_group, spare_port
 
 
 def start(home: Path, port: int) -> subprocess.Popen[bytes]:
@@ -41,7 +41,7 @@ def prefect_server() -> str:
     """The API address of a server that lives as long as this test run."""
     home = Path(tempfile.mkdtemp(prefix="trainyard-server-"))
     shutil.copytree(prefect_home(), home, dirs_exist_ok=True)
-    port = free_port()
+    port = spare_port()
     child = start(home, port)
 
     def end() -> None:

@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,8 +21,9 @@ from typing import Any, TypeVar
 
 import httpx
 import psutil
-import pytest
-from conftest import Project, free_port, make_project
+from conftest import Project, make_project
+
+from tasks.core.process import spare_port
 
 T = TypeVar("T")
 ACTOR = '''"""Stands in for ingest in tests of what happens around a stage: sleeps with a grandchild, or fails."""
@@ -193,11 +195,10 @@ def add_hook(deployed: Deployed) -> None:
     deployed.project.python("-c", code, env=deployed.env)
 
 
-@pytest.fixture(scope="session")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+@contextmanager
+def deployed_project(root: Path) -> Iterator[Deployed]:
     """Server, deployments, automations, a webhook that is told; no worker yet."""
-    root = tmp_path_factory.mktemp("deployed") / "project"
-    port = free_port()
+    port = spare_port()
     made = Deployed(make_project(root), f"http://127.0.0.1:{port}/api")
     (root / "tasks" / "ingest.py").write_text(ACTOR.format(home=str(root)))
     made.project.run("git", "commit", "-qam", "an ingest that does as told")

@@ -13,10 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Project, free_port, make_project
+from conftest import Project, make_project
 
 from flows import postgres, servers
 from tasks.core import daemons
+from tasks.core.process import spare_port
 
 FLOW = """
 import os, sys, time
@@ -99,7 +100,7 @@ class Stack:
 
 def free_ports() -> dict[str, str]:
     """Settings with ports that were free a moment ago."""
-    return {f"TRAINYARD_STACK_{name}_PORT": str(free_port()) for name in ("PREFECT", "MLFLOW", "POSTGRES")}
+    return {f"TRAINYARD_STACK_{name}_PORT": str(spare_port()) for name in ("PREFECT", "MLFLOW", "POSTGRES")}
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def test_a_full_disk_as_dvc_stores_what_a_stage_made(small: Small) -> None:
         subprocess.run([*DVC, *setting], cwd=folder, check=True, capture_output=True)
     (folder / "dvc.yaml").write_text(f'stages:\n  boom:\n    cmd: {sys.executable} -c "{code}"\n    outs: [out]\n', encoding="utf-8")
     if not small.mounted:
-        pytest.skip("a limit on a file's size lets no stage end well")
+        pytest.skip("no small disk could be mounted here (that takes root), and a limit on the size of files ends the stage before DVC stores it")
     done = small.run(*DVC, "--cd", str(folder), "repro", "-s", "boom", left=4_500_000)
     failure = failure_of("boom", done.returncode, [*done.stdout.splitlines(), *done.stderr.splitlines()])
     assert str(failure).startswith("error[disk_full]: boom could not write"), f"{failure}\n{done.stdout}\n{done.stderr}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import GIT_AUTHOR, Project, free_port
+from conftest import GIT_AUTHOR, Project
 from own_server import prefect_server
 
 from flows import checks, doctor, server_checks
@@ -26,6 +26,7 @@ from flows.place import CHILDREN, Answer, Finding, Place
 from tasks.core.artifacts import Endpoint
 from tasks.core.config import apply_overrides
 from tasks.core.files import STATE
+from tasks.core.process import spare_port
 
 
 def green(_place: Place) -> Finding:
@@ -183,7 +184,7 @@ def test_a_service_that_does_not_answer_or_is_somebody_elses(sound: Project, mon
     place = Place(sound.root, limit_s=120)
     place.ask("mlflow")
     with broken(sound.root / Endpoint.PATH, lambda data: data), broken(sound.root / "params.yaml", lambda data: data):
-        port = free_port()
+        port = spare_port()
         apply_overrides({"deploy": {"port": port}}, sound.root / "params.yaml")
         (sound.root / Endpoint.PATH).unlink()
         assert checks.CHECKS["ports"](place).state == "green"

@@ -9,26 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_repository import Repository, git, make_repository, make_version
+from tiny_repository import Repository, git, make_version
 
 from flows import publish as publishing
 from flows.git import blobs
-from flows.publish import PENDING, Outcome, Published, publish, push_pending
+from flows.publish import Outcome, Published, publish, push_pending
+from flows.sweep import sweep_project
 from flows.workspace import workspace
 from flows.worktree import folder_of, remove
 from tasks.core.config import RunConfig, load_params
 from tasks.core.errors import BadInput
+from tasks.core.runs import PENDING
 
 MINE = "Trainyard <trainyard@localhost>"
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    """A project in whose folder this process stands."""
-    made = make_repository(tmp_path / "home")
-    monkeypatch.chdir(made.root)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # the tiny repository has no tasks/ of its own
-    return made
 
 
 def run(
@@ -369,6 +362,7 @@ def test_a_remote_that_is_away_fails_no_run_and_is_made_up_for(home: Repository,
     assert run(home, "r1", {"a": "first"}, "1").main_moved
     assert (folder_of(home.root, "r1") / PENDING).is_file()
     assert push_pending(home.root, RunConfig(), home.say) == ["r1"]
+    assert any("did not take trainyard/runs/r1" in line for line in home.said)
     away.rename(remote)
     done = run(home, "r2", {"a": "first"}, "2")
     assert git(remote, "rev-parse", "trainyard/runs/r1")
@@ -376,6 +370,17 @@ def test_a_remote_that_is_away_fails_no_run_and_is_made_up_for(home: Repository,
     assert done.main_moved
     assert not folder_of(home.root, "r1").exists()
     assert push_pending(home.root, RunConfig(), home.say) == []
+
+
+def test_the_sweep_pushes_what_is_pending(home: Repository, remote: Path) -> None:
+    away = remote.rename(remote.with_name("away.git"))
+    done = run(home, "r1", {"a": "first"}, "1")
+    away.rename(remote)
+    sweep_project(home.root, True, 0.0, home.say)
+    assert (folder_of(home.root, "r1") / PENDING).is_file(), "a dry run changes nothing"
+    sweep_project(home.root, False, 0.0, home.say)
+    assert git(remote, "rev-parse", "trainyard/runs/r1") == done.commit
+    assert not folder_of(home.root, "r1").exists()
 
 
 def test_a_main_line_that_goes_missing_is_said(home: Repository) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import free_port, prefect_home
+from conftest import prefect_home
 from real_server import Deployed, answers, until
+
+from tasks.core.process import spare_port
 
 pytestmark = pytest.mark.slow
 
@@ -68,12 +70,12 @@ def last_line(deployed: Deployed, env: dict[str, str]) -> tuple[int, str]:
 def test_no_server_a_dead_one_and_a_closed_one_are_told_apart(deployed: Deployed, tmp_path: Path) -> None:
     code, line = last_line(deployed, {})
     assert (code, line.partition(":")[0]) == (2, "error[no_server]")
-    dead = f"http://127.0.0.1:{free_port()}/api"
+    dead = f"http://127.0.0.1:{spare_port()}/api"
     code, line = last_line(deployed, {"PREFECT_API_URL": dead})
     assert code == 75
     assert line.startswith(f"error[server_unavailable]: the Prefect server does not answer; got {dead}")
 
-    home, port = tmp_path / "home", free_port()
+    home, port = tmp_path / "home", spare_port()
     shutil.copytree(prefect_home(), home)
     api = f"http://127.0.0.1:{port}/api"
     command = ("prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))

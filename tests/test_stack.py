@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import free_port
 from stack_project import Stack, free_ports, stack_project
 from tiny_project import make_project as make_tiny
 
@@ -24,6 +23,7 @@ from flows.servers import Part
 from tasks.backends import model_registry
 from tasks.core import daemons
 from tasks.core.errors import BadInput
+from tasks.core.process import spare_port
 
 PARTS = ("postgres", "prefect", "mlflow", "worker")
 
@@ -43,7 +43,7 @@ def web(port: int, greeting: str = "") -> Part:
 
 @pytest.fixture
 def part(tmp_path: Path) -> Iterator[Part]:
-    made = web(free_port())
+    made = web(spare_port())
     yield made
     local_stack.end(tmp_path, made.name)
     assert not local_stack.members(tmp_path, made.name)

@@ -21,7 +21,7 @@ from own_server import prefect_server
 from tasks.backends.sweep import Sweep
 from tasks.core import runs
 from tasks.core.config import apply_overrides, load_params
-from tasks.core.files import STATE, file_lock
+from tasks.core.files import STATE, file_lock, write_atomic
 
 pytestmark = pytest.mark.slow
 OLD = time.time() - 90 * 86400
@@ -206,6 +206,18 @@ def test_the_branch_that_made_the_champion_stays(swept: Project) -> None:
     assert swept.run("git", "branch", "--list", f"{runs.BRANCHES}*").stdout.split() == [
         f"{runs.BRANCHES}run-{name}" for name in ("champion", "newest")
     ]
+
+
+def test_what_is_not_pushed_yet_stays(swept: Project) -> None:
+    """A remote was away when the run ended: its worktree and branch are the only place of what it made."""
+    folder = old_run(swept, "run-pending")
+    write_atomic(folder / runs.PENDING, b"{}")
+    os.utime(folder / STATE, (OLD, OLD))
+    old_run(swept, "run-newest", age=OLD + 86400)
+    deeds = sweep(swept)
+    assert "worktree run-pending" in said(deeds, "kept")
+    assert (folder / "data.dvc").is_file()
+    assert f"{runs.BRANCHES}run-pending" in swept.run("git", "branch", "--list", f"{runs.BRANCHES}*").stdout
 
 
 def test_a_living_run_is_left_alone_with_everything_it_may_use(swept: Project) -> None:

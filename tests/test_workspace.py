@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from source_trees import pictures, write_tree
-from tiny_repository import Repository, git, make_repository, make_version
+from tiny_repository import Repository, git, make_version
 
 from flows.publish import publish
 from flows.workspace import workspace
@@ -21,15 +21,6 @@ from tasks.core.config import RunConfig, load_params
 from tasks.core.errors import BadInput, Transient
 from tasks.core.files import home_of
 from tasks.ingest import ingest
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    """A project in whose folder this process stands."""
-    made = make_repository(tmp_path / "home")
-    monkeypatch.chdir(made.root)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # the tiny repository has no tasks/ of its own
-    return made
 
 
 def dvc(root: Path, *arguments: str) -> str:

@@ -136,6 +136,9 @@ class Sweep:
         for run_id in old:
             why = f"ended {(now - seen[run_id]) / 86400:.0f} days ago"
             folder = self.root / runs.WORKTREES / run_id
+            if (folder / runs.PENDING).exists():
+                self.tell(Deed("kept", f"worktree {run_id}", "what it made is not pushed yet"))
+                continue
             if folder.exists():
                 self.do(Deed("removed", f"worktree {run_id}", why, size_of(folder)), lambda folder=folder: _remove_worktree(self.root, folder))  # type: ignore[misc]
                 worktrees.add(folder.resolve())

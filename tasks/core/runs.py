@@ -11,6 +11,8 @@ WORKTREES = STATE / "worktrees"
 BRANCHES = "trainyard/runs/"
 STARTING_LOCK = WORKTREES / "starting.lock"
 """Held while a run takes its own lock, and by the sweep while it clears DVC's cache: no run starts in between."""
+PENDING = STATE / "pending.json"
+"""In the worktree of a run whose data and branch are not pushed yet: it holds what a remote that was away still lacks."""
 RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Prefect puts a run's id into the environment of the flow's process, and every child inherits it."""
 
