@@ -312,9 +312,17 @@ def failure_of(name: str, returncode: int, lines: Sequence[str]) -> StageFailed:
         line = next(line.strip() for line in lines if any(words in line for words in FULL_WORDS))
         return StageFailed(f"error[disk_full]: {name} could not write; got {line!r}; must be {FREE_SPACE}; set {SWEEP_KNOB}", TRANSIENT_EXIT)
     if code < 0 or 128 < code <= 192:  # a shell, which DVC puts around a stage, adds 128
-        said = [line.strip() for line in lines if line.strip() and not line.startswith("ERROR: failed to reproduce")]
-        return killed(name, -code if code < 0 else code - 128, (said or [last])[-1])
+        number = -code if code < 0 else code - 128
+        said = [line.strip() for line in lines if line.strip() and not _told_by_others(line, number)]
+        return killed(name, number, (said or [last])[-1])
     return StageFailed(f"error[stage_failed]: {name} ended with exit code {code}; got {last!r}; set TRAINYARD_DEBUG=1 for more", 1)
+
+
+def _told_by_others(line: str, number: int) -> bool:
+    """Whether DVC or a shell says in ``line`` that signal ``number`` ended the stage (`sh` prints `Killed`, bash its pid before it)."""
+    word = re.escape(signal.strsignal(number) or "")
+    by_shell = rf"{word}( \(core dumped\))?$|\S+: +(line \d+: +)?\d+ {word}\b"
+    return line.startswith("ERROR: failed to reproduce") or bool(re.match(by_shell, line))
 
 
 def killed(name: str, number: int, last: str) -> StageFailed:

@@ -29,20 +29,23 @@ from tasks.core.files import STATE
 DVC = (sys.executable, "-m", "dvc")
 
 
-def dvc_lines(folder: Path, command: str) -> list[str]:
-    """The lines that `dvc repro` leaves of a stage whose command is ``command``."""
+def dvc_lines(folder: Path, command: str, shell: str) -> list[str]:
+    """The lines that `dvc repro` leaves of a stage whose command is ``command``, run in the user's ``shell``."""
     (folder / "dvc.yaml").write_text(f"stages:\n  boom:\n    cmd: {command}\n    outs: [out]\n", encoding="utf-8")
-    done = subprocess.run([*DVC, "repro", "-s", "boom"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [*DVC, "repro", "-s", "boom"], cwd=folder, env={**os.environ, "SHELL": shell}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode != 0
     return done.stdout.splitlines()
 
 
-def test_dvcs_words_about_a_killed_stage_become_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
+def test_dvcs_words_about_a_killed_stage_become_one_line(tmp_path: Path, shell: str) -> None:
     for setting in (["init", "-q", "--no-scm"], ["config", "core.analytics", "false"]):
         subprocess.run([*DVC, *setting], cwd=tmp_path, check=True, capture_output=True)
     for number, retried, words in ((signal.SIGKILL, True, "for want of memory"), (signal.SIGBUS, True, "/dev/shm"), (signal.SIGSEGV, False, "bug")):
         code = f"import os; print('epoch 3/8', flush=True); os.kill(os.getpid(), {int(number)})"
-        failure = failure_of("train", 255, dvc_lines(tmp_path, f'{sys.executable} -c "{code}"'))
+        failure = failure_of("train", 255, dvc_lines(tmp_path, f'{sys.executable} -c "{code}"', shell))
         assert str(failure).startswith(f"error[stage_killed]: train was ended by {number.name}; got 'epoch 3/8' as its last words; ")
         assert "\n" not in str(failure)
         assert words in str(failure)
