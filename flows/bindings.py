@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
+import httpx
 from prefect import Task, get_run_logger
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -46,6 +49,8 @@ TRAINING_LIMIT = "trainyard-training"
 """The global concurrency limit around training: as many at once as it has slots, over all machines of the server."""
 LEASE_S = 60.0
 """A training renews its slot this often, so the slot of one that was killed is free within a minute and a half."""
+AWAY_S = 900.0
+"""A run waits so long for a server that refuses its connections: as long as Prefect's client tries a request again by prefect.yaml."""
 TIME_LIMITS_S = {"train": 7 * 86_400.0}
 """Longest time of a stage in seconds, where it is not TIME_LIMIT_S. TRAINYARD_TIME_LIMIT_S[_STAGE] takes its place."""
 TIME_LIMIT_S = 6 * 3600.0
@@ -53,6 +58,7 @@ EMBEDDED = "TRAINYARD_EMBEDDED_SERVER"
 """Set by flows.local where PREFECT_API_URL is the server that lives as long as the run."""
 NO_PROXY = build_opener(ProxyHandler({}))
 A = TypeVar("A", bound=Artifact)
+T = TypeVar("T")
 
 
 class StageTimedOut(StageFailed):
@@ -91,13 +97,14 @@ class Stage(Generic[A]):
 
     def __call__(self, root: Path) -> A:
         """Run it now."""
-        artifact: A = self.task(root, return_state=True).result()
+        artifact: A = outlasting(lambda: self.task(root, return_state=True)).result()
         return artifact
 
     def start(self, root: Path) -> Callable[[], A]:
         """Run it beside what follows; the returned function waits for its artifact."""
         future = self.task.submit(root)
-        return future.result
+        tries = iter([future.result])
+        return lambda: outlasting(next(tries, lambda: self(root)))
 
 
 def dvc_stage(
@@ -131,6 +138,25 @@ def effect(name: str, artifact: type[A], *arguments: str) -> Stage[A]:
 def has_server() -> bool:
     """Whether runs are recorded on a server that outlives them."""
     return bool(os.environ.get("PREFECT_API_URL")) and not os.environ.get(EMBEDDED)
+
+
+def outlasting(call: Callable[[], T]) -> T:
+    """``call()``, called again while the server refuses connections, AWAY_S seconds at most.
+
+    Prefect's client tries a request again unless the first connection of a new client is refused, and a server that is
+    restarted refuses for seconds. A stage called again does only what is left of it.
+    """
+    deadline, wait = time.monotonic() + AWAY_S, 1.0
+    while True:
+        try:
+            return call()
+        except (httpx.TransportError, ConcurrencySlotAcquisitionError) as error:
+            cause = error.__cause__ if isinstance(error, ConcurrencySlotAcquisitionError) else error
+            if not isinstance(cause, httpx.TransportError) or time.monotonic() + wait > deadline:
+                raise
+            get_run_logger().warning("the Prefect server does not answer (%s); asked again in %.0f s", error, wait)
+        time.sleep(random.uniform(0.5, 1.5) * wait)
+        wait = min(2 * wait, 30.0)
 
 
 @contextmanager

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from makers import tiny_model
 from prefect import Task
 from prefect.client.schemas.objects import TaskRun
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
+from prefect.logging import disable_run_logger
 from prefect.states import Failed
 
-from flows.bindings import explain_status, failure_of, in_service, is_transient
+from flows import bindings
+from flows.bindings import explain_status, failure_of, in_service, is_transient, outlasting
 from tasks.core.artifacts import BentoRef, Endpoint
 from tasks.core.config import DeployConfig
 from tasks.core.errors import StageFailed
+from tasks.core.process import spare_port
 
 
 def test_reasons_in_words() -> None:
@@ -112,3 +118,50 @@ def test_in_service_means_that_exactly_this_bento_answers(tmp_path: Path, served
         assert not in_service(tmp_path, here)
     endpoint.save(tmp_path)
     assert not in_service(tmp_path, here)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["refused", "refused a slot"])
+def test_a_server_that_refuses_connections_for_a_while_is_waited_for(wrapped: bool) -> None:
+    """A real port on which nobody listens at first."""
+    port = spare_port()
+
+    def ask() -> int:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/", timeout=5).status_code
+        except httpx.ConnectError as error:
+            if not wrapped:
+                raise
+            raise ConcurrencySlotAcquisitionError("no slot") from error
+
+    class Late(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    def listen() -> None:
+        time.sleep(1.5)
+        with HTTPServer(("127.0.0.1", port), Late) as server:
+            server.handle_request()
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    with disable_run_logger():
+        assert outlasting(ask) == 204
+    thread.join()
+
+
+def test_a_server_that_stays_away_or_says_no_is_no_longer_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bindings, "AWAY_S", 2.0)
+    port = spare_port()
+    start = time.monotonic()
+    with disable_run_logger(), pytest.raises(httpx.ConnectError):
+        outlasting(lambda: httpx.get(f"http://127.0.0.1:{port}/", timeout=5))
+    assert time.monotonic() - start >= 0.5
+
+    def refused() -> None:
+        raise ConcurrencySlotAcquisitionError("no such limit") from ValueError("422")
+
+    with disable_run_logger(), pytest.raises(ConcurrencySlotAcquisitionError):
+        outlasting(refused)
