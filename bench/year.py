@@ -1,6 +1,6 @@
 """A year of nightly retraining, a day at a time, with everything that a year brings, on a real server, worker, registry and service.
 
-    python -m bench.year [DAYS] [SEED]        at least 14 days; 365 take hours
+    python -m bench.year [DAYS] [SEED] [HOURS]        at least 14 days; 365 take hours, and HOURS ends it with the days lived so far
 
 The clock is the caller's: a day is one trigger of retrain/nightly, delivered with that day as its key (sometimes twice), after
 what happens on that day. That Prefect fires it once on each local day, whatever the clocks do, is tests/test_schedule.py's.
@@ -142,12 +142,15 @@ def drift(place: Yard, expected: set[str]) -> None:
 
 
 def crash(place: Yard, run_id: str, generator: random.Random, stages: Sequence[str]) -> bool:
-    """kill -9 the run's flow process or one of ``stages``, chosen at random, once it is there; whether it was."""
+    """kill -9 the run's flow process or one of ``stages``, chosen at random, once it is there; whether it was.
+
+    The flow's process dies once the run has begun: one that dies before stays Crashed (docs/orchestration.md).
+    """
     stage = generator.choice((*stages, "flow"))
     deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and place.state(run_id)["type"] in ("SCHEDULED", "PENDING", "RUNNING"):
+    while time.monotonic() < deadline and (state := place.state(run_id)["type"]) in ("SCHEDULED", "PENDING", "RUNNING"):
         victims = place.flow_processes(run_id) if stage == "flow" else place.processes(f"tasks.{stage}")
-        if victims:
+        if victims and (stage != "flow" or state == "RUNNING"):
             end_hard(generator.choice(victims))
             return True
         time.sleep(0.02)
@@ -203,12 +206,18 @@ def disk(root: Path) -> int:
     return sum(seen.values())
 
 
-def simulate(days: Sequence[Day], seed: int, tell: Callable[[str], None] = print) -> list[Lived]:
-    """Live through ``days``, sweeping on Sundays, and hold every invariant; raises AssertionError where one does not hold."""
+def simulate(days: Sequence[Day], seed: int, hours: float = float("inf"), tell: Callable[[str], None] = print) -> list[Lived]:
+    """Live through ``days``, no new one after ``hours``, sweeping on Sundays, and hold every invariant.
+
+    Raises AssertionError where one does not hold.
+    """
     generator = random.Random(seed)
     lived: list[Lived] = []
+    end = time.monotonic() + 3600 * hours
     with yard(seed) as place:
         for day in days:
+            if time.monotonic() > end:
+                break
             lived.append(live(place, day, generator))
             check(place)
             if day.day.weekday() == 6:
@@ -220,19 +229,19 @@ def simulate(days: Sequence[Day], seed: int, tell: Callable[[str], None] = print
             tell(f"{day.day} {last.state:<10} {last.seconds:6.1f} s  champion {last.champion:>3}  {size:7.1f} MB  {happened}")
         nights = Counter(run["parameters"]["reason"] for run in place.runs("retrain/nightly"))
         assert all(count == 1 for count in nights.values()), nights
-        assert len(nights) == min(len(days), 200)
+        assert len(nights) == min(len(lived), 200)
         tell(f"{restorable(place)} pairs of data.dvc and dvc.lock restored by dvc checkout")
     return lived
 
 
-def main(days: int, seed: int) -> None:
+def main(days: int, seed: int, hours: float) -> None:
     """Simulate and write the result."""
-    lived = simulate(calendar(days, seed), seed)
+    lived = simulate(calendar(days, seed), seed, hours)
     quiet = [day.seconds for day in lived if day.state == "Unchanged" and CRASH not in day.day.happens]
     trained = [day.seconds for day in lived if day.state == "Completed" and CRASH not in day.day.happens]
     happened = Counter(event for day in lived for event in day.day.happens)
     rows = [
-        ("nights", str(len(lived))),
+        ("nights", f"{len(lived)} of {days}"),
         ("ended as", ", ".join(f"{name} {count}" for name, count in sorted(Counter(day.state for day in lived).items()))),
         ("happened", ", ".join(f"{name} {count}" for name, count in sorted(happened.items()))),
         ("crashes that struck a process", str(sum(day.struck for day in lived))),
@@ -246,4 +255,5 @@ def main(days: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 365, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    asked = sys.argv[1:]
+    main(int(asked[0]) if asked else 365, int(asked[1]) if len(asked) > 1 else 0, float(asked[2]) if len(asked) > 2 else float("inf"))

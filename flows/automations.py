@@ -16,8 +16,8 @@ from flows import events
 
 HEARTBEAT_S = 30
 """How often a run says that it lives: PREFECT_FLOWS_HEARTBEAT_FREQUENCY in prefect.yaml, the least that Prefect takes."""
-SILENCE_S = 75
-"""A run that said nothing for so long is dead: two heartbeats missed, and time for a slow server."""
+SILENCE_S = 95
+"""A run that said nothing for so long is dead: two heartbeats missed, and time for a server that is restarted. Two minutes are promised."""
 PENDING_S = 300
 """A run that a worker took and did not start within so long goes back to the queue."""
 RETRY_S = 15

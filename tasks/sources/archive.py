@@ -1,4 +1,4 @@
-"""A zip or tar archive (also .tar.gz, .tar.bz2, .tar.xz) of class folders, read in place: nothing is unpacked to disk.
+"""A zip or tar archive (also .tar.gz, .tar.bz2, .tar.xz, .tar.zst) of class folders, read in place: nothing is unpacked to disk.
 
 Its index is checked before the first image is read: unsafe paths, links, special files, encryption, repeated entries and
 sizes out of proportion refuse the whole archive. Archives inside it are not opened.
@@ -38,8 +38,15 @@ _PACKED: tuple[tuple[bytes, Callable[[IO[bytes]], Any]], ...] = (
     (b"\x1f\x8b", lambda packed: gzip.GzipFile(fileobj=packed)),
     (b"BZh", bz2.BZ2File),
     (b"\xfd7zXZ\x00", lzma.LZMAFile),
+    (b"\x28\xb5\x2f\xfd", lambda packed: _zstd(packed)),
 )
 _DRIVE = re.compile(r"[A-Za-z]:")
+
+
+def _zstd(packed: IO[bytes]) -> Any:
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(packed, "zstd")
 
 
 class Entry(NamedTuple):
