@@ -24,6 +24,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from bench.projects import fresh_project, run
+from flows.automations import MAX_STARTS
 from tasks.backends import model_registry
 from tasks.core.config import PARAMS, apply_overrides, load_params
 from tasks.core.process import QUIET, end_group, spare_port
@@ -169,21 +170,22 @@ class Yard:
         found: dict[str, Any] = self.call("GET", f"/flow_runs/{run_id}")["state"]
         return found
 
-    def wait(self, run_id: str, timeout_s: float = 600.0, settle_s: float = 90.0) -> dict[str, Any]:
-        """The final state of a flow run; one that crashed is given ``settle_s`` seconds to be tried again.
+    def wait(self, run_id: str, timeout_s: float = 600.0, settle_s: float = 45.0) -> dict[str, Any]:
+        """The final state of a flow run; one that crashed after it began is given ``settle_s`` seconds to be tried again.
 
         Raises TimeoutError with the run's log.
         """
         deadline, crashed_since = time.monotonic() + timeout_s, 0.0
         while time.monotonic() < deadline:
             try:
-                state = self.state(run_id)
+                run = self.call("GET", f"/flow_runs/{run_id}")
             except OSError:  # the server may be down on purpose
                 time.sleep(0.5)
                 continue
+            state: dict[str, Any] = run["state"]
             if state["type"] == "CRASHED":
                 crashed_since = crashed_since or time.monotonic()
-                if time.monotonic() - crashed_since > settle_s:
+                if not 0 < run["run_count"] < MAX_STARTS or time.monotonic() - crashed_since > settle_s:
                     return state
             elif state["type"] in FINAL:
                 return state
