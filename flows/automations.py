@@ -22,8 +22,6 @@ PENDING_S = 300
 """A run that a worker took and did not start within so long goes back to the queue."""
 RETRY_S = 15
 """A crashed run waits so long before it is tried again: the server may say twice within seconds that it crashed."""
-LATE_RETRY_S = 1020
-"""The same for a run whose last state a server before this one saw: its next event waits 15 minutes in Prefect's event ordering."""
 MAX_STARTS = 3
 """A run that crashed as often as this stays crashed."""
 OVER = ("Completed", "Unchanged", "Rejected", "Failed", "TimedOut", "Cancelled", "Paused", "Suspended")
@@ -75,8 +73,22 @@ def keepers() -> list[Automation]:
             ),
             actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=f"no heartbeat for {SILENCE_S} s: its process is gone")],
         ),
-        _tried_again("trainyard: crashed, tried again", f"at most {MAX_STARTS} starts", RETRY_S),
-        _tried_again("trainyard: crashed, tried again late", "for a crash that a restarted server was slow to notice", LATE_RETRY_S),
+        Automation(
+            name="trainyard: crashed, tried again",
+            description=f"A crashed run goes back to its queue, and goes on from its last checkpoint; at most {MAX_STARTS} starts.",
+            trigger=EventTrigger(
+                after=run_events("Crashed"),
+                expect=run_events("Pending", "Running", *OVER, *QUEUED),
+                # Not 0: one that crashes before it ever ran, on an import error say, would come back for ever.
+                match={**RUNS, "prefect.run-count": [str(start) for start in range(1, MAX_STARTS)]},
+                match_related=OURS,
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=RETRY_S),
+            ),
+            actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="tried again after a crash")],
+        ),
         Automation(
             name="trainyard: never started, queued again",
             description=f"A run that a worker took {PENDING_S} s ago and never started goes back to its queue: the worker is gone.",
@@ -93,25 +105,6 @@ def keepers() -> list[Automation]:
             actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="its worker took it and never started it")],
         ),
     ]
-
-
-def _tried_again(name: str, why: str, within_s: int) -> Automation:
-    return Automation(
-        name=name,
-        description=f"A run that crashed {within_s} s ago goes back to its queue, and goes on from its last checkpoint; {why}.",
-        trigger=EventTrigger(
-            after=run_events("Crashed"),
-            expect=run_events("Pending", "Running", *OVER, *QUEUED),
-            # Not 0: one that crashes before it ever ran, on an import error say, would come back for ever.
-            match={**RUNS, "prefect.run-count": [str(start) for start in range(1, MAX_STARTS)]},
-            match_related=OURS,
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=timedelta(seconds=within_s),
-        ),
-        actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="tried again after a crash")],
-    )
 
 
 def tellers(block: str, block_id: UUID, is_webhook: bool) -> list[Automation]:

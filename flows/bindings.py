@@ -44,6 +44,8 @@ EXIT_CODE = re.compile(r"exited with (?P<code>-?\d+)")
 CHATTER = re.compile(r"To track the changes|To enable auto staging|\s+(git add|dvc config) |Use `dvc push`|(Updating|Generating) lock file")
 """Advice that DVC repeats after each stage."""
 DVC_BUSY = "Unable to acquire lock"
+RUN_CACHE_RACE = re.compile(r"No such file or directory: '[^']*/runs/[0-9a-f]{2}/[0-9a-f]{64}/[^/']+'")
+"""DVC takes the half-written entry of another run that does the same work at the same time for a damaged one, and removes it."""
 TRANSIENT_EXIT = 75
 TRAINING_LIMIT = "trainyard-training"
 """The global concurrency limit around training: as many at once as it has slots, over all machines of the server."""
@@ -328,6 +330,8 @@ def failure_of(name: str, returncode: int, lines: Sequence[str]) -> StageFailed:
     """The error that ``lines`` end with, its exit code taken from DVC's words where DVC stood in between."""
     if any(DVC_BUSY in line for line in lines):
         return StageFailed(f"error[lock_busy]: another dvc command holds the repository; got it during {name}; must be free", TRANSIENT_EXIT)
+    if any(RUN_CACHE_RACE.search(line) for line in lines):
+        return StageFailed(f"error[lock_busy]: another run did the same work at once; got it during {name}; must be tried again", TRANSIENT_EXIT)
     through_dvc = [int(found["code"]) for line in lines if (found := EXIT_CODE.search(line))]
     code = through_dvc[-1] if through_dvc else returncode
     told = [found.group(0) for line in lines if (found := ERROR_LINE.search(line))]

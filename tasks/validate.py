@@ -3,7 +3,8 @@
     python -m tasks.validate      in a project's root; reads data/, writes artifacts/validation
 
 A bad image is set aside by name and reason (quarantine.parquet) and the run goes on, while the share of bad ones is within
-params.yaml. A suite that fails stops the run, after its report is written.
+params.yaml. So is the copy of another image: whatever judges a model must not be what taught it. A suite that fails stops the
+run, after its report is written.
 """
 
 from __future__ import annotations
@@ -11,26 +12,28 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core import errors
-from tasks.core.artifacts import SPLITS, CheckResult, DatasetRef, SetAside, ValidationReport, file_digests, lineage
-from tasks.core.config import DecodeConfig, ValidateConfig, load_params
+from tasks.core.artifacts import SPLITS, CheckResult, DatasetRef, SetAside, Split, ValidationReport, file_digests, lineage
+from tasks.core.config import PrepareConfig, ValidateConfig, load_params
 from tasks.core.errors import BadInput
 from tasks.core.files import STATE, write_atomic
 from tasks.core.process import die_with_parent, quiet_environment
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
     import pyarrow as pa
 
-    from tasks.images.table import ImageRecord
+    from tasks.images.likeness import Likeness
+    from tasks.images.table import Bounds, ImageRecord
 
-HARMLESS = frozenset({"duplicate", "leak_exact", "not_an_image"})
-"""Codes of files set aside at ingest that say nothing against the data: copies, and files that never claimed to be images."""
+HARMLESS = frozenset({"duplicate", "leak_exact", "leak_near", "not_an_image"})
+"""Codes of what is set aside without a word against the data: copies, and files that never claimed to be images."""
 SAMPLES = 6
 DATA_DOCS = STATE / "data_docs"
 
@@ -48,27 +51,40 @@ class Check:
     code: str = "validation_failed"
 
 
-def validate(ref: DatasetRef, config: ValidateConfig, decode: DecodeConfig, out: Path) -> ValidationReport:
+@dataclass(frozen=True)
+class Copies:
+    """What ``find_copies`` found: how many images leak into another split, and pairs of images for the page, those set aside first,
+    each with its code (``near`` for near copies within one split, which stay)."""
+
+    leaked: int = 0
+    pairs: tuple[tuple[int, int, str], ...] = ()
+
+
+def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, out: Path) -> ValidationReport:
     """Write artifacts/validation below ``out``, report.json last, and return the report if the suite held.
 
-    The image table is held in memory, images are not. Raises BadInput ``validation_failed`` (or the code of the class that
-    is at fault) naming the first check that failed, after the report was written with ``success`` false.
+    ``prepare`` says how images are decoded and which split each will be in. The image table is held in memory, images are not.
+    Raises BadInput ``validation_failed`` (or the code of the class that is at fault) naming the first check that failed, after
+    the report was written with ``success`` false.
     """
     from tasks.images.decode import policy_of
     from tasks.images.shards import iter_rows
     from tasks.images.table import Bounds, image_table, inspect_all, quarantine_table
     from tasks.images.validation_page import render_page
 
-    bounds = Bounds(policy_of(decode), config.min_side_px, config.max_side_px)
+    bounds = Bounds(policy_of(prepare.decode), config.min_side_px, config.max_side_px)
     records: list[ImageRecord] = []
+    likenesses: list[Likeness | None] = []
     thumbnails: dict[str, list[Any]] = {name: [] for name in ref.classes}
-    for record, thumbnail in inspect_all(iter_rows(ref), bounds, SAMPLES):
+    for record, thumbnail, likeness in inspect_all(iter_rows(ref), bounds, SAMPLES):
         records.append(record)
+        likenesses.append(likeness)
         if thumbnail is not None:
             thumbnails.setdefault(record.label, []).append(thumbnail)
+    copies = find_copies(ref, records, likenesses, config, prepare)
     checks = suite(ref, config)
     table = image_table(records)
-    results = run_suite(checks, frames(ref, records, table), out / DATA_DOCS if config.data_docs else None)
+    results = run_suite(checks, frames(ref, records, table, copies.leaked), out / DATA_DOCS if config.data_docs else None)
     quarantined = tuple(SetAside(name=record.path, code=record.code) for record in records if record.code)
     report = ValidationReport(
         made_from=lineage(ref),
@@ -82,12 +98,74 @@ def validate(ref: DatasetRef, config: ValidateConfig, decode: DecodeConfig, out:
     (out / ValidationReport.PATH).unlink(missing_ok=True)
     _write_parquet(folder / "images.parquet", table)
     _write_parquet(folder / "quarantine.parquet", quarantine_table(records))
-    write_atomic(folder / "report.html", render_page(ref, report, records, thumbnails).encode())
+    write_atomic(
+        folder / "report.html",
+        render_page(ref, report, records, thumbnails, copies.pairs, small_pictures(ref, records, copies.pairs, bounds)).encode(),
+    )
     report = report.model_copy(update={"files": file_digests(folder, "images.parquet", "quarantine.parquet", "report.html")}).save(out)
     for check, result in zip(checks, results, strict=True):
         if not result.passed:
             raise _failure(check, result)
     return report
+
+
+def find_copies(
+    ref: DatasetRef, records: list[ImageRecord], likenesses: Sequence[Likeness | None], config: ValidateConfig, prepare: PrepareConfig
+) -> Copies:
+    """Set copies of other images aside in ``records`` (their ``code`` and ``reason``), leaks only where ``validate.leakage`` says so.
+
+    Data whose splits cannot be told are left as they are: the suite or prepare refuses them.
+    """
+    from tasks.images.likeness import exact_copies, leaks, near_copies
+
+    sound = [index for index, likeness in enumerate(likenesses) if likeness is not None]
+    splits = _splits(ref, [records[index] for index in sound], prepare)
+    if splits is None:
+        return Copies()
+    alike = [likeness for likeness in likenesses if likeness is not None]
+    exact = exact_copies(alike, [records[index].path for index in sound], [records[index].label for index in sound], splits)
+    gone = {copy.place for copy in exact}
+    pairs = near_copies(alike, config.near_duplicate_bits)
+    pairs = pairs[[one not in gone and other not in gone for one, other in pairs.tolist()]] if len(pairs) else pairs
+    near = leaks(pairs, splits)
+    leaked = [copy for copy in (*exact, *near) if copy.code.startswith("leak")]
+    for copy in (*exact, *near):
+        if copy.code.startswith("leak") and config.leakage == "fail":
+            continue
+        index, other = sound[copy.place], records[sound[copy.of]]
+        what = {"conflicting_label": "its pixels stand under another label too", "leak_near": "it is a near copy"}.get(copy.code, "it has the pixels")
+        reason = f"{what}: {other.path}" if copy.code == "conflicting_label" else f"{what} of {other.path}"
+        records[index] = records[index]._replace(code=copy.code, reason=f"{reason} ({splits[copy.of]})")
+    shown = [(copy.place, copy.of, copy.code) for copy in (*exact, *near)]
+    shown += [(one, other, "near") for one, other in pairs.tolist() if splits[one] == splits[other]]
+    return Copies(len(leaked), tuple((sound[one], sound[other], code) for one, other, code in shown))
+
+
+def small_pictures(ref: DatasetRef, records: list[ImageRecord], pairs: Sequence[tuple[int, int, str]], bounds: Bounds) -> dict[int, np.ndarray]:
+    """Small pictures (uint8 [H, W, 3]) of the images of the first pairs that the page shows, by their place in ``records``."""
+    from tasks.images.shards import iter_rows
+    from tasks.images.table import inspect
+    from tasks.images.validation_page import MOST_PAIRS
+
+    wanted = {records[place].sha256: place for pair in pairs[:MOST_PAIRS] for place in pair[:2]}
+    found: dict[int, np.ndarray] = {}
+    for row in iter_rows(ref) if wanted else ():
+        if row.sha256 in wanted:
+            picture = inspect(row, bounds, thumbnail=True).thumbnail
+            assert picture is not None, "copies are sought among sound images"
+            found[wanted[row.sha256]] = picture
+    return found
+
+
+def _splits(ref: DatasetRef, records: Iterable[ImageRecord], prepare: PrepareConfig) -> list[Split] | None:
+    """The split that each image will be in, None where one has none."""
+    from tasks.images.splits import Member, splitter
+
+    try:
+        assign = splitter(ref, prepare)
+        return [assign.split_of(Member(record.sha256, record.group, record.split)) for record in records]
+    except BadInput:
+        return None
 
 
 def suite(ref: DatasetRef, config: ValidateConfig) -> list[Check]:
@@ -123,6 +201,14 @@ def suite(ref: DatasetRef, config: ValidateConfig) -> list[Check]:
         Check("formats taken", "images", f"{values}ToBeInSet", {"column": "format", "value_set": _formats()}, f"all of {', '.join(_formats())}"),
         Check("width", "images", f"{values}ToBeBetween", {"column": "width", **side}, within, sides),
         Check("height", "images", f"{values}ToBeBetween", {"column": "height", **side}, within, sides),
+        Check(
+            "copies of images in another split",
+            "whole",
+            "ExpectColumnMaxToBeBetween",
+            {"column": "leaks", "max_value": 0 if config.leakage == "fail" else None, "min_value": 0},
+            "0" if config.leakage == "fail" else "any number, set aside",
+            "validate.leakage: set_aside, or the source's splits",
+        ),
         Check("sound share, files set aside included", "whole", "ExpectColumnMinToBeBetween", whole_share, f"at least {share:g}", limit),
     ]
 
@@ -147,8 +233,11 @@ def _formats() -> list[str]:
     return list(FORMATS)
 
 
-def frames(ref: DatasetRef, records: list[ImageRecord], table: pa.Table) -> dict[str, pd.DataFrame]:
-    """The three frames that the suite looks at: each image, each class (counting sound images), and the whole in one row."""
+def frames(ref: DatasetRef, records: list[ImageRecord], table: pa.Table, leaks: int = 0) -> dict[str, pd.DataFrame]:
+    """The three frames that the suite looks at: each image, each class (counting sound images), and the whole in one row.
+
+    ``leaks`` is how many images are copies of one in another split.
+    """
     import pandas as pd
 
     sound = [record for record in records if not record.code]
@@ -168,7 +257,8 @@ def frames(ref: DatasetRef, records: list[ImageRecord], table: pa.Table) -> dict
     whole = {
         "path": "data",
         "class_ratio": max(count.values(), default=0) / max(1, min(count[name] for name in classes)) if classes else 0.0,
-        "sound_share": len(sound) / max(1, len(records) + lost),
+        "sound_share": len(sound) / max(1, sum(record.code not in HARMLESS or not record.decodes for record in records) + lost),
+        "leaks": leaks,
     }
     columns = ["path", "images", "in_train", "split"]
     return {"images": table.to_pandas(), "classes": pd.DataFrame(rows, columns=columns), "whole": pd.DataFrame([whole])}
@@ -293,7 +383,7 @@ def main() -> None:
     params, root = load_params(), Path()
     if params.validate_.data_docs:
         print(f"validate: Data Docs in {DATA_DOCS / 'index.html'}")
-    report = validate(DatasetRef.load(root), params.validate_, params.prepare.decode, root)
+    report = validate(DatasetRef.load(root), params.validate_, params.prepare, root)
     aside = f", {len(report.quarantined)} in quarantine ({_counted(report.quarantined)})" if report.quarantined else ""
     print(f"validate: {len(report.checks)} checks held, {report.sound:,} of {report.images:,} images sound{aside}; see {report.path('report.html')}")
 

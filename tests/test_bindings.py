@@ -68,6 +68,14 @@ def test_a_bug_without_an_error_line_names_the_stage_and_its_last_words() -> Non
     assert "no output" in str(failure_of("train", -9, []))
 
 
+def test_a_run_that_lost_a_race_in_dvcs_run_cache_is_retried() -> None:
+    entry = f"/p/.dvc/cache/runs/2d/2d{'0' * 62}/.ytWerxCQC-wZLrR-frhMRQ.tmp"
+    failure = failure_of("augment", 255, [f"ERROR: failed to reproduce 'augment': [Errno 2] No such file or directory: '{entry}'"])
+    assert (failure.exit_code, str(failure).split(":")[0]) == (75, "error[lock_busy]")
+    other = failure_of("augment", 255, ["ERROR: failed to reproduce 'augment': [Errno 2] No such file or directory: '/p/artifacts/cache/index.json'"])
+    assert other.exit_code == 1
+
+
 def test_a_busy_repository_is_retried_and_bad_input_is_not() -> None:
     busy = failure_of("train", 255, ["ERROR: Unable to acquire lock. Most likely another DVC process is running"])
     task, run = Task(lambda: None), TaskRun(task_key="t", dynamic_key="0")

@@ -17,14 +17,14 @@ from PIL import Image
 from source_trees import contents, from_folder, pictures, png, write_tree
 
 from tasks.core.artifacts import DatasetRef, ValidationReport
-from tasks.core.config import DecodeConfig, ValidateConfig
+from tasks.core.config import PrepareConfig, ValidateConfig
 from tasks.core.errors import BadInput
 from tasks.images.table import SCHEMA
 from tasks.ingest import ingest
 from tasks.validate import Check, run_suite, validate
 
 ROOT = Path(__file__).parents[1]
-DECODE = DecodeConfig()
+PREPARE = PrepareConfig()
 
 
 def loose(**changes: Any) -> ValidateConfig:
@@ -38,7 +38,7 @@ def data(root: Path, files: dict[str, bytes]) -> DatasetRef:
 def refused(ref: DatasetRef, config: ValidateConfig, root: Path) -> tuple[BadInput, ValidationReport]:
     """The error, and the report that was written before it."""
     with pytest.raises(BadInput) as caught:
-        validate(ref, config, DECODE, root)
+        validate(ref, config, PREPARE, root)
     assert "\n" not in str(caught.value)
     report = ValidationReport.load(root).verify()
     assert not report.success
@@ -50,7 +50,7 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> tuple[DatasetRef, Valida
     root = tmp_path_factory.mktemp("passed")
     files = {**pictures(cat=6, dog=6), "cat/broken.png": png(500)[:100], "dog/small.png": png(501, side=4), "dog/text.jpg": b"<html>"}
     ref = data(root, files)
-    return ref, validate(ref, loose(), DECODE, root)
+    return ref, validate(ref, loose(), PREPARE, root)
 
 
 def test_bad_images_within_the_limit_are_quarantined_by_name_and_reason(passed: tuple[DatasetRef, ValidationReport]) -> None:
@@ -78,7 +78,7 @@ def test_the_image_table_says_what_each_file_is(passed: tuple[DatasetRef, Valida
 
 
 def test_equal_data_give_equal_bytes(passed: tuple[DatasetRef, ValidationReport], tmp_path: Path) -> None:
-    validate(passed[0], loose(), DECODE, tmp_path)
+    validate(passed[0], loose(), PREPARE, tmp_path)
     assert contents(tmp_path / "artifacts" / "validation") == contents(passed[1].folder)
 
 
@@ -97,7 +97,7 @@ def test_bad_files_that_ingest_set_aside_count_and_harmless_ones_do_not(tmp_path
     ref = data(tmp_path, files)
     error, _ = refused(ref, loose(min_decodable_share=0.9), tmp_path)
     assert "0.833333" in str(error)
-    assert validate(ref, loose(min_decodable_share=0.8), DECODE, tmp_path).success
+    assert validate(ref, loose(min_decodable_share=0.8), PREPARE, tmp_path).success
 
 
 @pytest.mark.parametrize(("files", "changes", "code", "told"), [
@@ -151,7 +151,7 @@ def test_an_expectation_that_raises_has_failed(tmp_path: Path) -> None:
 
 def test_a_failing_run_takes_the_place_of_an_earlier_pass(tmp_path: Path) -> None:
     ref = data(tmp_path, pictures(cat=4, dog=4))
-    assert validate(ref, loose(), DECODE, tmp_path).success
+    assert validate(ref, loose(), PREPARE, tmp_path).success
     refused(ref, loose(min_classes=5), tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_the_page_stands_alone_and_escapes_every_name(tmp_path: Path) -> None:
     files = {f"{label}/{number}{name}.png": png(seed) for seed, (label, number) in enumerate((label, n) for label in (name, "dog") for n in range(4))}
     bad = {f"dog/\u202e{name}\n.png": b"broken", f"dog/{name}.txt": b"text"}
     ref = data(tmp_path, {**files, **bad})
-    report = validate(ref, loose(), DECODE, tmp_path)
+    report = validate(ref, loose(), PREPARE, tmp_path)
     html = report.path("report.html").read_text(encoding="utf-8")
     page = Page(html)
     assert not {"script", "link", "iframe", "object", "form", "base"} & set(page.tags)
@@ -209,12 +209,12 @@ def test_the_page_shows_verdict_checks_counts_samples_and_reasons(passed: tuple[
 
 def test_large_photographs_become_small_samples(tmp_path: Path) -> None:
     files = {f"{label}/{index}.png": png(10 * index + len(label), side=90) for label in ("cat", "birds") for index in range(3)}
-    report = validate(data(tmp_path, files), loose(), DECODE, tmp_path)
+    report = validate(data(tmp_path, files), loose(), PREPARE, tmp_path)
     assert report.path("report.html").stat().st_size < 100_000
 
 
 def test_data_docs_are_built_outside_the_artifacts_when_asked_for(tmp_path: Path) -> None:
-    report = validate(data(tmp_path, pictures(cat=4, dog=4)), loose(data_docs=True), DECODE, tmp_path)
+    report = validate(data(tmp_path, pictures(cat=4, dog=4)), loose(data_docs=True), PREPARE, tmp_path)
     assert (tmp_path / ".trainyard" / "data_docs" / "index.html").is_file()
     assert {path.name for path in report.folder.iterdir()} == {"images.parquet", "quarantine.parquet", "report.html", "report.json"}
 
@@ -237,4 +237,4 @@ def test_the_command_says_one_line_passed_or_failed_and_phones_nobody(tmp_path: 
     [refusal] = done.stderr.strip().splitlines()
     assert refusal.startswith("error[validation_failed]: check 'images that decode' failed: cat/broken.png")
     report = "1 in quarantine (1 not_an_image); see artifacts/validation/report.html"
-    assert done.stdout.splitlines() == [f"validate: 19 checks held, 24 of 25 images sound, {report}", "2 0"]
+    assert done.stdout.splitlines() == [f"validate: 20 checks held, 24 of 25 images sound, {report}", "2 0"]

@@ -199,7 +199,8 @@ class ValidationReport(Artifact):
     Digest: over report.json. Writer: validate, before it fails. Reader: prepare, which refuses without ``success``.
     images.parquet columns: path string, label string, split string?, group string?, sha256 string, width int32,
     height int32 (as stored), mode string, format string, bytes int64, decodes bool, reason string ("" where the image is sound:
-    it decodes, and its sides are within bounds). quarantine.parquet columns: path, label, sha256, code, reason.
+    it decodes, its sides are within bounds, and it is no copy that was set aside), phash string? (64-bit gradient hash in
+    hex). quarantine.parquet columns: path, label, sha256, code, reason.
     """
 
     PATH: ClassVar[str] = "artifacts/validation/report.json"

@@ -50,6 +50,8 @@ class ValidateConfig(Section):
     min_classes: int = Field(2, ge=2, description="fewest classes")
     min_images_per_class: int = Field(10, ge=1, description="fewest sound images in a class")
     max_class_ratio: float = Field(100.0, ge=1.0, description="largest class over smallest class, in images")
+    leakage: Literal["set_aside", "fail"] = Field("set_aside", description="what to do with copies of an image that stand in two splits")
+    near_duplicate_bits: int = Field(6, ge=0, le=7, description="bits of 64 in which the gradient hashes of near copies may differ")
     data_docs: bool = Field(False, description="also build Great Expectations' Data Docs (they load scripts from the network)")
 
     @model_validator(mode="after")

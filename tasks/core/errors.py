@@ -31,6 +31,7 @@ CODES: dict[str, str] = {
     "class_name_collision": "two class names are equal after Unicode normalisation, strip and case folding",
     "duplicate": "the same image stands twice under one label; the first by name is kept",
     "leak_exact": "the same image stands in two splits; the copy in test (or val) is kept",
+    "leak_near": "a near copy of the image (another size, quality or tint) stands in another split; the one in test (or val) is kept",
     "conflicting_label": "the same image stands under two labels",
     "group_straddles": "images of one group stand in two splits",
     "unknown_split": "a split is not named train, val or test",

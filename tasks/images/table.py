@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from tasks.images.decode import BadImage, DecodePolicy, ImageFacts, decode, probe, to_square
+from tasks.images.likeness import Likeness, likeness
 from tasks.images.shards import ImageRow
 
 SCHEMA = pa.schema(
@@ -31,6 +32,7 @@ SCHEMA = pa.schema(
         ("bytes", pa.int64()),
         ("decodes", pa.bool_()),
         ("reason", pa.string()),
+        ("phash", pa.string()),
     ]
 )
 QUARANTINE_SCHEMA = pa.schema([(name, pa.string()) for name in ("path", "label", "sha256", "code", "reason")])
@@ -38,7 +40,10 @@ THUMBNAIL_PX = 48
 
 
 class ImageRecord(NamedTuple):
-    """A row of images.parquet, and ``code``: "" where the image is sound. ``width`` and ``height`` are pixels as stored."""
+    """A row of images.parquet, and ``code``: "" where the image is sound. ``width`` and ``height`` are pixels as stored.
+
+    ``phash`` is the gradient hash in hex, None where the image has none (tasks/images/likeness.py).
+    """
 
     path: str
     label: str
@@ -52,6 +57,7 @@ class ImageRecord(NamedTuple):
     bytes: int
     decodes: bool
     reason: str
+    phash: str | None
     code: str
 
 
@@ -65,10 +71,11 @@ class Bounds:
 
 
 class Inspected(NamedTuple):
-    """An image's record and, where it was asked for and the image is sound, a small picture of it (uint8 [H, W, 3])."""
+    """An image's record; where the image is sound its likeness and, where that was asked for, a small picture of it (uint8 [H, W, 3])."""
 
     record: ImageRecord
     thumbnail: np.ndarray | None
+    likeness: Likeness | None
 
 
 def inspect(row: ImageRow, bounds: Bounds, thumbnail: bool = False) -> Inspected:
@@ -78,6 +85,7 @@ def inspect(row: ImageRow, bounds: Bounds, thumbnail: bool = False) -> Inspected
     except BadImage:
         facts = None
     small: np.ndarray | None = None
+    alike: Likeness | None = None
     try:
         pixels = decode(row.data, bounds.policy)
     except BadImage as error:
@@ -85,12 +93,14 @@ def inspect(row: ImageRow, bounds: Bounds, thumbnail: bool = False) -> Inspected
     else:
         decodes = True
         code, reason = _check_sides(pixels, bounds)
+        alike = None if code else likeness(pixels)
         if thumbnail and not code:
             small = pixels if max(pixels.shape) <= THUMBNAIL_PX else to_square(pixels, THUMBNAIL_PX, "crop")
     width, height, mode, kind = facts[:4] if facts else (None, None, None, None)
     stored = (row.path, row.label, row.split, row.group, row.sha256)
-    record = ImageRecord(*stored, width, height, mode, kind, len(row.data), decodes, reason, code)
-    return Inspected(record, small)
+    phash = f"{alike.hash:016x}" if alike and alike.hash is not None else None
+    record = ImageRecord(*stored, width, height, mode, kind, len(row.data), decodes, reason, phash, code)
+    return Inspected(record, small, alike)
 
 
 def _check_sides(pixels: np.ndarray, bounds: Bounds) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,24 @@ MOST_SAMPLED = 40
 """Classes whose samples are shown, the first by name."""
 MOST_LISTED = 200
 """Names in each list of files that were set aside."""
+MOST_PAIRS = 24
+"""Pairs of copies that are shown side by side."""
 BINS = 12
 
 
-def render_page(ref: DatasetRef, report: ValidationReport, records: Sequence[ImageRecord], thumbnails: Mapping[str, Sequence[np.ndarray]]) -> str:
-    """The page as HTML. ``thumbnails``: class -> small pictures, uint8 [H, W, 3]. Every name from the data is escaped."""
+def render_page(
+    ref: DatasetRef,
+    report: ValidationReport,
+    records: Sequence[ImageRecord],
+    thumbnails: Mapping[str, Sequence[np.ndarray]],
+    pairs: Sequence[tuple[int, int, str]] = (),
+    pictures: Mapping[int, np.ndarray] = MappingProxyType({}),
+) -> str:
+    """The page as HTML. Every name from the data is escaped.
+
+    ``thumbnails``: class -> small pictures, uint8 [H, W, 3]. ``pairs``: places in ``records`` of two images that are copies,
+    and a code; ``pictures``: place -> small picture, of the first MOST_PAIRS pairs at least.
+    """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -46,6 +60,8 @@ def render_page(ref: DatasetRef, report: ValidationReport, records: Sequence[Ima
         unsampled=max(0, len(sampled) - MOST_SAMPLED),
         histograms=_histograms(records),
         formats=Counter(f"{record.format}, {record.mode}" for record in records if record.format).most_common(),
+        copies=[(code, [(records[place], data_uri(pictures[place])) for place in (one, other)]) for one, other, code in pairs[:MOST_PAIRS]],
+        copies_total=len(pairs),
         quarantined=[record for record in records if record.code][:MOST_LISTED],
         quarantined_codes=sorted(Counter(item.code for item in report.quarantined).items()),
         set_aside=ref.set_aside[:MOST_LISTED],
