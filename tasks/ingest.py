@@ -52,7 +52,7 @@ def ingest(config: IngestConfig, root: Path) -> DatasetRef:
                 constraint="digits alone",
                 knob="ingest.source, or start over: rm -r data data.dvc",
             )
-        source = open_source(config.source, config.location, home_of(root), limits)
+        source = open_source(config.source, config.location, home_of(root), limits, config.options)
         stored = standings(before) if before else {}
         demonstration = before is not None and config.source != DEMONSTRATION and {shard.source for shard in before.shards} == {DEMONSTRATION}
         with Claims(root / STATE / "ingest", () if demonstration else stored) as claims:

@@ -19,7 +19,7 @@ def main() -> None:
     """Ask the source and print."""
     die_with_parent()
     config = load_params().ingest
-    found = fingerprint_of(config.source, config.location, Path())
+    found = fingerprint_of(config.source, config.location, Path(), config.options)
     print(f"fingerprint {digest_of([config.model_dump(mode='json'), found]) if found else ''}")
 
 
