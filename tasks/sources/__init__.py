@@ -33,7 +33,7 @@ import difflib
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,7 +42,7 @@ from tasks.core.config import Section, check_options
 from tasks.core.errors import BadInput
 
 GROUP = "trainyard.sources"
-BUILT_IN = {name: f"tasks.sources.{name}" for name in ("archive", "digits", "folder")}
+BUILT_IN = {name: f"tasks.sources.{name}" for name in ("archive", "digits", "folder", "parquet", "table")}
 
 
 class Item(NamedTuple):
@@ -53,6 +53,13 @@ class Item(NamedTuple):
     data: bytes
     split: Split | None = None
     group: str | None = None
+
+
+class Notice(NamedTuple):
+    """Something worth a word that sets nothing aside: a stable code, and what was seen, in one line."""
+
+    code: str
+    what: str
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,13 @@ class Source:
     ``items`` is read once, in an order that depends on the content alone, and holds one file's bytes at a time; a SetAside
     among them is something that cannot be used, by name and code. ``labels`` are the classes that the source names, those
     without a file too; a source that learns its classes from its items leaves it empty. ``ignored`` counts junk files.
+    ``notices`` may grow while ``items`` is read.
     """
 
     items: Iterable[Item | SetAside]
     labels: tuple[str, ...] = ()
     ignored: int = 0
+    notices: list[Notice] = field(default_factory=list)
 
 
 Opener = Callable[..., Source]
