@@ -52,11 +52,13 @@ def ingest(config: IngestConfig, root: Path) -> DatasetRef:
                 constraint="digits alone",
                 knob="ingest.source, or start over: rm -r data data.dvc",
             )
-        source = open_source(config.source, config.location, home_of(root), limits)
+        source = open_source(config.source, config.location, home_of(root), limits, config.options)
         stored = standings(before) if before else {}
         demonstration = before is not None and config.source != DEMONSTRATION and {shard.source for shard in before.shards} == {DEMONSTRATION}
         with Claims(root / STATE / "ingest", () if demonstration else stored) as claims:
             stated, set_aside = _gather(source, claims, limits)
+            for notice in source.notices:
+                print(f"ingest: {notice.code}: {notice.what}", flush=True)
             if demonstration:
                 with _fresh(root) as work:
                     _publish(work, None, {}, claims, stated, set_aside, source.ignored, config)
@@ -75,7 +77,7 @@ def _gather(source: Source, claims: Claims, limits: Limits) -> tuple[set[str], d
         if item.split not in RANK:
             raise BadInput("unknown_split", f"{item.name} stands in an unknown split", value=repr(item.split), constraint="train, val or test")
         stated.add(item.label)
-        code = _unusable(item, limits)
+        code = fits(item, limits)
         if code:
             set_aside[printable(item.name)] = code
         else:
@@ -83,8 +85,8 @@ def _gather(source: Source, claims: Claims, limits: Limits) -> tuple[set[str], d
     return stated, set_aside
 
 
-def _unusable(item: Item, limits: Limits) -> str:
-    """The code of why a file is not stored, or "". Whether an image is sound is not asked here: validate counts those that are not."""
+def fits(item: Item, limits: Limits) -> str:
+    """The code of why a file is not stored, "" where it fits. Whether an image is sound is not asked here: validate counts those that are not."""
     if not is_storable(item.name) or not is_storable(item.label):
         return "bad_file_name"
     if len(item.data) > limits.max_file_bytes:
@@ -107,7 +109,7 @@ def _publish(
     """Write the batch, its layer and dataset.json below ``root``, or nothing where nothing changed."""
     settled = {sha256: settle(found, stored.get(sha256)) for sha256, found in claims.by_image.items()}
     after = {**stored, **{sha256: outcome.standing for sha256, outcome in settled.items() if sha256 in stored or outcome.kept}}
-    _check_classes(stated, {standing.label for standing in after.values() if standing.label is not None}, stored)
+    check_classes(stated, {standing.label for standing in after.values() if standing.label is not None}, stored)
     changed = {sha256: standing for sha256, standing in after.items() if sha256 in stored and stored[sha256] != standing}
     set_aside = set_aside | {item.name: item.code for outcome in settled.values() for item in outcome.set_aside}
     aside = _merge_set_aside(before, settled, set_aside)
@@ -147,7 +149,7 @@ def _record(
     ).save(root)
 
 
-def _check_classes(stated: set[str], present: set[str], stored: dict[str, Standing]) -> None:
+def check_classes(stated: set[str], present: set[str], stored: dict[str, Standing]) -> None:
     """Refuse a source without classes, a class without images, and a data set of one class."""
     known = {standing.label for standing in stored.values() if standing.label is not None}
     refuse_collisions(stated | known)

@@ -1,4 +1,4 @@
-"""The catalogue of bad and odd inputs, folder, archive and splits kinds: each comes out as it says, in its time, leaving nothing behind.
+"""The catalogue of bad and odd inputs, all kinds but images: each comes out as it says, in its time, leaving nothing behind.
 
 Looked for in $TRAINYARD_BADINPUTS or ../shared/badinputs; skipped where it is absent. The image kinds are in test_decode.py.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tarfile
 import time
 from pathlib import Path
@@ -18,7 +19,9 @@ import pytest
 from tasks.core.artifacts import DatasetRef, ValidationReport
 from tasks.core.config import IngestConfig, PrepareConfig, ValidateConfig
 from tasks.core.errors import BadInput
+from tasks.images.shards import iter_rows
 from tasks.ingest import ingest
+from tasks.sources.__main__ import dry_run
 from tasks.sources.layout import printable
 from tasks.validate import validate
 
@@ -32,11 +35,15 @@ pytestmark = [
 ]
 
 
-def catalogue() -> list[dict[str, Any]]:
+TABLES = {"csv": "table", "parquet": "parquet"}
+SUITE = {"class_single_image_stratified": "the suite's bound of the split; a dry run does not run the suite"}
+
+
+def catalogue(readers: tuple[str, ...] = READERS) -> list[dict[str, Any]]:
     if not (CATALOGUE / "cases.json").is_file():
         return []
     cases: list[dict[str, Any]] = json.loads((CATALOGUE / "cases.json").read_text(encoding="utf-8"))["cases"]
-    return [case for case in cases if case["reader"] in READERS]
+    return [case for case in cases if case["reader"] in readers]
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +104,70 @@ def test_case(case: dict[str, Any], tree: Path, tmp_path: Path) -> None:
     assert ref.ignored >= expect.get("ignored_min", 0)
     aside = {(item.name, item.code) for item in (*ref.set_aside, *report.quarantined)}
     assert aside == {(printable(name), code) for name, code in expect.get("quarantined", ())}
+
+
+def options_of(case: dict[str, Any]) -> dict[str, Any]:
+    return {"classes": case["config"]["classes"]} if "classes" in case["config"] else {}
+
+
+def rows_set_aside(case: dict[str, Any], manifest: Path) -> list[tuple[str, str]]:
+    """(name, code) of each row that the catalogue sets aside by its line: its path, or the line where it has no path that could be told."""
+    lines = manifest.read_text(encoding="utf-8").splitlines()
+    found = []
+    for line, code in case["expect"].get("quarantined_rows", ()):
+        path = re.sub("//[^/@]*@", "//***@", lines[line - 1].split(",")[0])
+        found.append((path if code != "bad_row" else f"{manifest.name} line {line}", code))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in catalogue(tuple(TABLES))])
+def test_case_of_a_table(case: dict[str, Any], tree: Path, tmp_path: Path) -> None:
+    """The same verdict and code from ingest, which stores it, and from a dry run, which stores nothing."""
+    entry, kind = tree / case["entry"], TABLES[case["reader"]]
+    before, expect = everything_below(tree), case["expect"]
+    told = dry_run(kind, str(entry), tmp_path, options_of(case))
+    assert not list(tmp_path.iterdir())
+    config = IngestConfig(source=kind, location=str(entry), options=options_of(case))
+    if case["behaviour"] == "reject":
+        with pytest.raises(BadInput) as caught:
+            ingest(config, tmp_path)
+        assert caught.value.code == case["code"] == told["rejected"]["code"]
+        assert str(caught.value) == told["rejected"]["message"]
+        assert "\n" not in str(caught.value)
+        assert all(name in str(caught.value) for name in expect.get("error_names", ()))
+        assert not DatasetRef.exists(tmp_path)
+        assert everything_below(tree) == before
+        return
+    ref = ingest(config, tmp_path)
+    assert everything_below(tree) == before
+    assert sorted((row.path, row.label) for row in iter_rows(ref)) == sorted(map(tuple, expect["rows"]))
+    aside = rows_set_aside(case, entry)
+    assert {(item.name, item.code) for item in ref.set_aside} == set(aside)
+    assert sorted((item["name"], item["code"]) for item in told["quarantined"]) == aside
+    assert told["accepted"] == len(expect["rows"])
+    assert sum(told["classes"].values()) == told["accepted"]
+    notices = {notice["code"]: notice["what"] for notice in told["notices"]}
+    assert case["notice"] is None or case["notice"] in notices
+    assert str(expect.get("duplicates", "")) in notices.get("duplicate_rows", "")
+    assert expect.get("hint", "") in notices.get("missing_file", "")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in catalogue()])
+def test_a_dry_run_of_a_tree_says_what_ingest_and_validate_would(case: dict[str, Any], tree: Path, tmp_path: Path) -> None:
+    if case["id"] in SUITE:
+        pytest.skip(SUITE[case["id"]])
+    if case["needs"] == "a user who is not root" and os.geteuid() == 0:
+        pytest.skip("root reads every file")
+    entry = tree / case["entry"]
+    if case["reader"] == "folder":
+        entry.mkdir(exist_ok=True)
+    told = dry_run("archive" if case["reader"] == "archive" else "folder", str(entry), tmp_path, {})
+    assert not list(tmp_path.iterdir())
+    if case["behaviour"] == "reject":
+        assert told["rejected"]["code"] == case["code"]
+        return
+    expect = case["expect"]
+    assert list(told["classes"]) == expect["classes"]
+    assert told["accepted"] == expect["accepted"]
+    assert told["ignored"] >= expect.get("ignored_min", 0)
+    assert {(item["name"], item["code"]) for item in told["quarantined"]} == {(printable(name), code) for name, code in expect.get("quarantined", ())}

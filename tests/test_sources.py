@@ -23,7 +23,7 @@ from source_trees import pictures, png, write_tree
 from tasks.core.artifacts import SetAside
 from tasks.core.errors import BadInput
 from tasks.core.png import encode_png
-from tasks.sources import Item, Limits, open_source
+from tasks.sources import Item, Limits, fingerprint_of, open_source
 
 ROOT = Path(__file__).parents[1]
 ANY = Limits()
@@ -80,7 +80,7 @@ def test_importing_the_registry_loads_no_source_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typo", "right"), [("foldr", "folder"), ("digit", "digits"), ("Archive", "archive"), ("zzz", "one of archive, digits, folder")]
+    ("typo", "right"), [("foldr", "folder"), ("digit", "digits"), ("Archive", "archive"), ("zzz", "one of archive, arrays, digits, folder")]
 )
 def test_an_unknown_source_names_the_nearest(typo: str, right: str, tmp_path: Path) -> None:
     error = refused(typo, "", tmp_path)
@@ -111,6 +111,62 @@ def test_a_plug_in_is_found_by_its_entry_point(tmp_path: Path) -> None:
     items, _, _, _ = read("numbers", "here", tmp_path)
     assert [(item.name, item.label) for item in items] == [("here/0", "even"), ("here/1", "odd"), ("here/2", "even"), ("here/3", "odd")]
     assert "numbers" in str(refused("nubmers", "", tmp_path))
+
+
+@pytest.fixture
+def with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package outside the tree whose source and fingerprint take options."""
+    module = """
+from pathlib import Path
+from pydantic import Field
+from tasks.core.config import Section
+from tasks.sources import Item, Limits, Source, fingerprint, source
+
+class CountOptions(Section):
+    how_many: int = Field(2, ge=1, description="items")
+    names: dict[str, str] = Field({}, description="class names")
+
+@source("counted", options=CountOptions)
+def counted(location: str, root: Path, limits: Limits, options: CountOptions) -> Source:
+    return Source([Item(f"{i}.png", options.names.get(str(i % 2), str(i % 2)), b"BM") for i in range(options.how_many)])
+
+@fingerprint("counted")
+def counted_fingerprint(location: str, root: Path, options: CountOptions) -> str:
+    return f"{location}: {options.how_many}"
+"""
+    points = "[trainyard.sources]\ncounted = with_options:counted\n"
+    site = tmp_path / "site"
+    about = "Metadata-Version: 2.1\nName: with-options\nVersion: 1\n"
+    write_tree(site, {"with_options.py": module.encode()})
+    write_tree(site / "with_options-1.dist-info", {"METADATA": about.encode(), "entry_points.txt": points.encode()})
+    monkeypatch.syspath_prepend(site)
+
+
+@pytest.mark.usefixtures("with_options")
+def test_a_plug_in_gets_the_options_that_it_declares(tmp_path: Path) -> None:
+    opened = open_source("counted", "", tmp_path, ANY, {"how_many": 3, "names": {"1": "odd"}})
+    assert [item.label for item in opened.items if isinstance(item, Item)] == ["0", "odd", "0"]
+    assert fingerprint_of("counted", "x", tmp_path, {"how_many": 5}) == "x: 5"
+    assert fingerprint_of("counted", "x", tmp_path) == "x: 2"
+
+
+@pytest.mark.usefixtures("with_options")
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("counted", {"how_meny": 3}, "must be how_many"),
+        ("counted", {"how_many": 0}, "ingest.options.how_many; got 0"),
+        ("counted", {"how_many": "many"}, "ingest.options.how_many; got 'many'"),
+        ("digits", {"how_many": 3}, "takes no options; got how_many"),
+    ],
+)
+def test_options_are_checked_against_what_the_source_declares(name: str, options: dict[str, object], said: str, tmp_path: Path) -> None:
+    for ask in (lambda: open_source(name, "", tmp_path, ANY, options), lambda: fingerprint_of(name, "", tmp_path, options)):
+        with pytest.raises(BadInput) as caught:
+            ask()
+        assert caught.value.code == "params_invalid"
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("plug_in")

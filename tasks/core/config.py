@@ -6,7 +6,7 @@ import difflib
 import io
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
@@ -29,11 +29,15 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+S = TypeVar("S", bound=Section)
+
+
 class IngestConfig(Section):
     """Where images come from and how data/ grows."""
 
-    source: str = Field("digits", description="name of a source: digits, folder, archive, or a plug-in's")
+    source: str = Field("digits", description="kind of the source: digits, folder, archive, table, parquet ... (docs/sources.md), or a plug-in's")
     location: str = Field("", description="path that the source reads; empty for digits")
+    options: dict[str, Any] = Field({}, description="what else the source is told, by name (docs/sources.md); paths are relative to the project")
     shard_mb: float = Field(128.0, gt=0.0, le=4096.0, description="largest shard in MB (10^6 bytes of images)")
     push: bool = Field(True, description="push the new data version to the default DVC remote, where one is set")
     max_file_bytes: int = Field(67_108_864, ge=1, description="largest file that is stored, in bytes; larger ones are set aside")
@@ -314,9 +318,27 @@ def _explain(error: ValidationError, path: Path) -> BadInput:
     )
 
 
-def _nearest(loc: tuple[int | str, ...]) -> str:
-    """The known key nearest to the unknown one at ``loc``."""
-    section: Any = Params
+def check_options(model: type[S], given: dict[str, Any], where: str) -> S:
+    """``given`` as the options of a source; raises BadInput ``params_invalid`` with the nearest right name, or the constraint.
+
+    ``where`` is the section that they stand in, as in ``ingest.options``.
+    """
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join([where, *(str(part) for part in problem["loc"])])
+        if problem["type"] == "extra_forbidden":
+            raise BadInput("params_invalid", "unknown option", value=key, constraint=_nearest(problem["loc"], model), knob=where) from None
+        if problem["type"] == "missing":
+            raise BadInput("params_invalid", "a missing option", value=key, constraint="there", knob=key) from None
+        message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        raise BadInput("params_invalid", key, value=repr(problem["input"])[:200], constraint=message, knob=key) from None
+
+
+def _nearest(loc: tuple[int | str, ...], section: Any = None) -> str:
+    """The known key nearest to the unknown one at ``loc`` of ``section`` (Params where it is not given)."""
+    section = section or Params
     for part in loc[:-1]:
         fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
         section = fields.get(str(part), Section)

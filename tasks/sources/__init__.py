@@ -12,6 +12,15 @@ to find (a listing, an ETag, a row count, the highest id):
     @fingerprint("numbers")
     def numbers_fingerprint(location: str, root: Path) -> str: ...
 
+A source that can be told more than a location declares a frozen model of its options. Its opener and its fingerprint are then
+called with it as the last argument, checked; paths in options are relative to the project's root, as locations are:
+
+    class NumbersOptions(Section):
+        base: int = Field(10, ge=2, description="base in which a number is written")
+
+    @source("numbers", options=NumbersOptions)
+    def numbers(location: str, root: Path, limits: Limits, options: NumbersOptions) -> Source: ...
+
 A package offers it to Trainyard with
 
     [project.entry-points."trainyard.sources"]
@@ -23,16 +32,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tasks.core.artifacts import SetAside, Split
+from tasks.core.config import Section, check_options
 from tasks.core.errors import BadInput
 
 GROUP = "trainyard.sources"
-BUILT_IN = {name: f"tasks.sources.{name}" for name in ("archive", "digits", "folder")}
+BUILT_IN = {name: f"tasks.sources.{name}" for name in ("archive", "arrays", "digits", "folder", "parquet", "table", "webdataset")}
 
 
 class Item(NamedTuple):
@@ -43,6 +53,13 @@ class Item(NamedTuple):
     data: bytes
     split: Split | None = None
     group: str | None = None
+
+
+class Notice(NamedTuple):
+    """Something worth a word that sets nothing aside: a stable code, and what was seen, in one line."""
+
+    code: str
+    what: str
 
 
 @dataclass(frozen=True)
@@ -61,26 +78,33 @@ class Source:
     ``items`` is read once, in an order that depends on the content alone, and holds one file's bytes at a time; a SetAside
     among them is something that cannot be used, by name and code. ``labels`` are the classes that the source names, those
     without a file too; a source that learns its classes from its items leaves it empty. ``ignored`` counts junk files.
+    ``notices`` may grow while ``items`` is read.
     """
 
     items: Iterable[Item | SetAside]
     labels: tuple[str, ...] = ()
     ignored: int = 0
+    notices: list[Notice] = field(default_factory=list)
 
 
-Opener = Callable[[str, Path, Limits], Source]
-Fingerprint = Callable[[str, Path], str]
+Opener = Callable[..., Source]
+"""(location, root, limits), and options where the source declares them."""
+Fingerprint = Callable[..., str]
+"""(location, root), and options where the source declares them."""
 O = TypeVar("O", bound=Opener)  # noqa: E741
 F = TypeVar("F", bound=Fingerprint)
 _OPENERS: dict[str, Opener] = {}
 _FINGERPRINTS: dict[str, Fingerprint] = {}
+_OPTIONS: dict[Opener, type[Section]] = {}
 
 
-def source(name: str) -> Callable[[O], O]:
-    """Register the decorated function as the source ``name``."""
+def source(name: str, options: type[Section] | None = None) -> Callable[[O], O]:
+    """Register the decorated function as the source ``name``; it is called with ``options`` where it declares them."""
 
     def register(opener: O) -> O:
         _OPENERS[name] = opener
+        if options is not None:
+            _OPTIONS[opener] = options
         return opener
 
     return register
@@ -96,21 +120,35 @@ def fingerprint(name: str) -> Callable[[F], F]:
     return register
 
 
-def fingerprint_of(name: str, location: str, root: Path) -> str:
+def fingerprint_of(name: str, location: str, root: Path, options: Mapping[str, Any] = {}) -> str:
     """The text that moves when the source does; "" for a source that has none, which must be read to know.
 
-    Raises BadInput ``unknown_source``, or whatever the source itself refuses with.
+    Raises BadInput ``unknown_source``, ``params_invalid`` for its options, or whatever the source itself refuses with.
     """
-    _opener(name)
-    return _FINGERPRINTS[name](location, root) if name in _FINGERPRINTS else ""
+    extra = _options(name, _opener(name), options)
+    return _FINGERPRINTS[name](location, root, *extra) if name in _FINGERPRINTS else ""
 
 
-def open_source(name: str, location: str, root: Path, limits: Limits = Limits()) -> Source:
-    """Open the source ``name`` at ``location`` (a relative path is relative to ``root``, the project).
+def open_source(name: str, location: str, root: Path, limits: Limits = Limits(), options: Mapping[str, Any] = {}) -> Source:
+    """Open the source ``name`` at ``location``; a relative path, there or in ``options``, is relative to ``root``, the project.
 
-    Raises BadInput ``unknown_source`` with the nearest name, or whatever the source itself refuses with.
+    Raises BadInput ``unknown_source`` with the nearest name, ``params_invalid`` for an option that it does not take, or
+    whatever the source itself refuses with.
     """
-    return _opener(name)(location, root, limits)
+    opener = _opener(name)
+    return opener(location, root, limits, *_options(name, opener, options))
+
+
+def _options(name: str, opener: Opener, given: Mapping[str, Any]) -> tuple[Section, ...]:
+    """The checked options as a last argument; none for a source that declares none."""
+    model = _OPTIONS.get(opener)
+    if model is not None:
+        return (check_options(model, dict(given), "ingest.options"),)
+    if given:
+        raise BadInput(
+            "params_invalid", f"the source {name} takes no options", value=", ".join(map(str, given)), constraint="{}", knob="ingest.options"
+        )
+    return ()
 
 
 def names() -> list[str]:

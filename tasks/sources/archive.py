@@ -81,8 +81,8 @@ def archive(location: str, root: Path, limits: Limits) -> Source:
     except OSError as error:
         raise BadInput("source_unavailable", "the archive cannot be read", value=error.strerror, knob="ingest.location") from error
     zipped = head.startswith(b"PK")
-    with _told_as_corrupt(path):
-        index = _zip_index(path, limits) if zipped else _tar_index(path, limits)
+    with told_as_corrupt(path):
+        index = _zip_index(path, limits) if zipped else tar_index(path, limits)
     layout = arrange((entry.name for entry in index.files), index.folders, unwrap=True)
     items = (_zip_items if zipped else _tar_items)(path, index, layout, limits)
     return Source(items, layout.labels, index.ignored + layout.loose)
@@ -100,7 +100,7 @@ def archive_fingerprint(location: str, root: Path) -> str:
 
 
 @contextmanager
-def _told_as_corrupt(path: Path) -> Iterator[None]:
+def told_as_corrupt(path: Path) -> Iterator[None]:
     """Turn what the readers raise on damage into BadInput ``archive_corrupt``."""
     try:
         yield
@@ -200,7 +200,7 @@ def _zip_name(info: zipfile.ZipInfo) -> str:
 
 def _zip_items(path: Path, index: Index, layout: Layout, limits: Limits) -> Iterator[Item | SetAside]:
     yield from sorted(index.set_aside, key=lambda item: item.name)
-    with _told_as_corrupt(path), zipfile.ZipFile(path) as archive:
+    with told_as_corrupt(path), zipfile.ZipFile(path) as archive:
         entries = {"/".join(part for part in _zip_name(info).split("/") if part not in ("", ".")): info for info in archive.infolist()}
         for entry in sorted(index.files):
             place = layout.places.get(entry.name)
@@ -244,7 +244,8 @@ class _Guarded:
 
 
 @contextmanager
-def _open_tar(path: Path, limits: Limits) -> Iterator[tuple[tarfile.TarFile, _Guarded]]:
+def open_tar(path: Path, limits: Limits) -> Iterator[tuple[tarfile.TarFile, _Guarded]]:
+    """Yield a tar, packed or not, to be read once from its start, and the guarded stream under it."""
     with path.open("rb") as packed:
         head = packed.read(8)
         packed.seek(0)
@@ -264,19 +265,19 @@ class _Header(tarfile.TarInfo):
         return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
 
 
-def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+def members_of(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """The members in order; tarfile itself would keep every header in memory."""
     while (member := archive.next()) is not None:
         archive.members.clear()  # type: ignore[attr-defined]
         yield member
 
 
-def _tar_index(path: Path, limits: Limits) -> Index:
+def tar_index(path: Path, limits: Limits) -> Index:
     """Walk a tar once to its very end: a stream has no index, and a cut one must be refused before anything is stored."""
     collector = _Collector(path, limits)
-    with _open_tar(path, limits) as (archive, guarded):
-        for member in _members(archive):
-            collector.add(member.name, _tar_kind(member), member.size if member.isreg() else 0)
+    with open_tar(path, limits) as (archive, guarded):
+        for member in members_of(archive):
+            collector.add(member.name, tar_kind(member), member.size if member.isreg() else 0)
         if guarded.block_at(archive.offset) != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end
             raise tarfile.ReadError("a header is damaged, or the end mark is missing")
         while guarded.read(STEP):  # a packed stream has its checksum at its end
@@ -284,7 +285,7 @@ def _tar_index(path: Path, limits: Limits) -> Index:
     return collector.index
 
 
-def _tar_kind(member: tarfile.TarInfo) -> str:
+def tar_kind(member: tarfile.TarInfo) -> str:
     if member.issym() or member.islnk():
         return "link"
     if member.isdir():
@@ -295,8 +296,8 @@ def _tar_kind(member: tarfile.TarInfo) -> str:
 def _tar_items(path: Path, index: Index, layout: Layout, limits: Limits) -> Iterator[Item | SetAside]:
     yield from sorted(index.set_aside, key=lambda item: item.name)
     wanted = {entry.name for entry in index.files}
-    with _told_as_corrupt(path), _open_tar(path, limits) as (archive, _):
-        for member in _members(archive):
+    with told_as_corrupt(path), open_tar(path, limits) as (archive, _):
+        for member in members_of(archive):
             name = "/".join(part for part in member.name.split("/") if part not in ("", "."))
             place = layout.places.get(name) if member.isreg() and name in wanted else None
             if place is None:

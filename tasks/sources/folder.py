@@ -91,11 +91,11 @@ def _walk(root: Path) -> _Found:
 def _items(root: Path, places: dict[str, Place], set_aside: list[SetAside], limits: Limits) -> Iterator[Item | SetAside]:
     yield from sorted(set_aside, key=lambda item: item.name)
     for name, place in places.items():
-        content = _read(root / name, limits.max_file_bytes)
+        content = read_file(root / name, limits.max_file_bytes)
         yield SetAside(name=place.name, code=content) if isinstance(content, str) else Item(place.name, place.label, content, place.split)
 
 
-def _read(path: Path, limit: int) -> bytes | str:
+def read_file(path: Path, limit: int) -> bytes | str:
     """The file's bytes, or the code of why not. What was a file a moment ago may be a link or a FIFO by now."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

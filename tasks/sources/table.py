@@ -1,0 +1,400 @@
+"""A manifest: CSV, TSV, JSON Lines or Parquet, one row for each image, with its path, its label, and maybe its split and group.
+
+    path,label                  paths are relative to the manifest's folder and never lead out of it
+    images/a.png,cat            (a Parquet manifest may hold the image's bytes instead of a path)
+
+A manifest is read twice: the first time every row is checked, nothing is opened, and only paths and labels are kept (a million
+rows fit in some hundred MB); the second time the images are read, one by one, in the order of the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import os
+import posixpath
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from tasks.core.artifacts import SetAside, Split
+from tasks.core.errors import BadInput
+from tasks.core.files import sha256_file
+from tasks.sources import Item, Limits, Notice, Source, fingerprint, source
+from tasks.sources.columns import Columns, choose, label_text, split_of
+from tasks.sources.folder import read_file
+from tasks.sources.layout import is_storable, located, printable, refuse_collisions
+from tasks.sources.parquet import open_shard, rows_of
+
+KIND = "a CSV, TSV, JSON Lines or Parquet manifest"
+FORMATS = {".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+LINE_MAX = 1 << 20
+"""Characters of one line, above which it is a bad row."""
+CELL_MAX = 4096
+"""Characters of a path or URL: what Linux takes (PATH_MAX), or more."""
+SMALL = 64 << 20
+"""Bytes up to which a manifest is read whole for its fingerprint."""
+HINTS = 20
+"""Near matches that are told, of paths that are not there."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:|//")
+_USER = re.compile(r"//[^/@]*@")
+"""A user and password in a URL, which no report may show."""
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+class TableOptions(Columns):
+    """How the manifest is written, where its name does not say it, and which classes there are."""
+
+    format: Literal["", "csv", "tsv", "jsonl", "parquet"] = Field("", description="empty: by the ending of the name")
+    delimiter: str = Field("", max_length=1, description="between a CSV's cells; empty: a comma, or a tab in TSV")
+    classes: list[str] = Field([], description="the classes there are; another label is set aside. Empty: whatever labels stand there")
+
+
+class _Row(NamedTuple):
+    """A row by its line (or its number, in Parquet), and its cells; ``image`` is None where it is a bad row."""
+
+    line: int
+    image: Any
+    label: Any = None
+    split: Any = None
+    group: Any = None
+
+
+class _Said(NamedTuple):
+    """What the manifest says of one path."""
+
+    line: int
+    label: str
+    split: Split | None
+    group: str | None
+
+
+@source("table", options=TableOptions)
+def table(location: str, root: Path, limits: Limits, options: TableOptions) -> Source:
+    """Open and check the manifest at ``location``. Rows that repeat a path are one image; rows that contradict each other are set aside.
+
+    Raises BadInput ``source_unavailable``, ``missing_column``, ``duplicate_column``, ``empty_manifest``, ``manifest_encoding``,
+    ``manifest_corrupt``, ``class_name_collision``, ``unknown_split``, or ``leak_exact`` where one path stands in two splits.
+    """
+    path, form = _manifest(location, root, options)
+    check = _Check(path, options)
+    try:
+        for row in _rows(path, form, options):
+            check.add(row)
+    except UnicodeDecodeError:
+        raise _encoding(path) from None
+    check.finish()
+    return Source(_items(path, form, options, check, limits), tuple(options.classes), notices=check.notices)
+
+
+@fingerprint("table")
+def table_fingerprint(location: str, root: Path, options: TableOptions) -> str:
+    """The sha256 of a small manifest, else its size and time of modification (ns): a manifest whose files change says nothing of it."""
+    path, _ = _manifest(location, root, options)
+    facts = path.stat()
+    return sha256_file(path) if facts.st_size <= SMALL else f"{facts.st_size} bytes, modified {facts.st_mtime_ns}"
+
+
+def _manifest(location: str, root: Path, options: TableOptions) -> tuple[Path, str]:
+    path = located(location, root, KIND)
+    if not path.is_file():
+        raise BadInput("source_unavailable", "the manifest is no file", value=location, constraint=KIND, knob="ingest.location")
+    form = options.format or FORMATS.get(path.suffix.casefold(), "")
+    if not form:
+        ends = ", ".join(FORMATS)
+        raise BadInput(
+            "source_unavailable", "the manifest's format is unknown", value=path.name, constraint=f"one of {ends}", knob="ingest.options.format"
+        )
+    return path, form
+
+
+class _Check:
+    """The first reading: what stands in the manifest, once for each path, and what is set aside."""
+
+    def __init__(self, path: Path, options: TableOptions) -> None:
+        self._name, self._classes = path.name, frozenset(options.classes)
+        self._labels: dict[str, str] = {}
+        self._rows = self._repeats = self._trimmed = 0
+        self.said: dict[str, _Said] = {}
+        self.aside: list[SetAside] = []
+        self.bytes_rows = False
+        self.conflicts: set[str] = set()
+        self.notices: list[Notice] = []
+
+    def add(self, row: _Row) -> None:
+        """Take a row; raises BadInput ``unknown_split`` or ``leak_exact``."""
+        self._rows += 1
+        where = f"{self._name} line {row.line}"
+        name = _name(row.image)
+        if name is None:
+            if _bytes_of(row.image) is not None:
+                self.bytes_rows = True
+                name = ""
+            else:
+                self._set_aside(where, "bad_row")
+                return
+        split = split_of(row.split, where)
+        label = label_text(row.label)
+        code = _refused(name) or ("bad_row" if label is None else "" if label else "missing_label")
+        if not code and self._classes and label not in self._classes:
+            code = "unknown_class"
+        if code or label is None:
+            self._set_aside(name or where, code)
+            return
+        label = self._labels.setdefault(label, label)
+        self._trimmed += isinstance(row.label, str) and row.label != row.label.strip()
+        if name:
+            self._state(posixpath.normpath(name) if not _URL.match(name) else name, _Said(row.line, label, split, _group(row.group)))
+
+    def _state(self, name: str, said: _Said) -> None:
+        first = self.said.setdefault(name, said)
+        if first is said:
+            return
+        if first.label != said.label:
+            if name not in self.conflicts:
+                self.conflicts.add(name)
+                self._set_aside(name, "conflicting_label")
+            self._set_aside(name, "conflicting_label")
+        elif first.split != said.split:
+            value = f"{first.split or 'none'} in line {first.line}, {said.split or 'none'} in line {said.line}"
+            raise BadInput("leak_exact", f"{self._name} states {printable(name)} in two splits", value=value, constraint="one split for each image")
+        elif name not in self.conflicts:
+            self._repeats += 1
+        else:
+            self._set_aside(name, "conflicting_label")
+
+    def _set_aside(self, name: str, code: str) -> None:
+        self.aside.append(SetAside(name=printable(_USER.sub("//***@", name[:1024])), code=code))
+
+    def finish(self) -> None:
+        """Refuse what can be refused only at the end; raises BadInput ``empty_manifest`` or ``class_name_collision``."""
+        if not self._rows:
+            raise BadInput("empty_manifest", f"{self._name} has no rows", value=0, constraint="at least 1 below the header", knob="ingest.location")
+        refuse_collisions({*self._labels, *self._classes})
+        for name in self.conflicts:
+            del self.said[name]
+        if self._repeats:
+            self.notices.append(Notice("duplicate_rows", f"{self._repeats} rows repeat others"))
+        if self._trimmed:
+            self.notices.append(Notice("label_trimmed", f"{self._trimmed} labels had spaces around them"))
+
+
+def _name(cell: Any) -> str | None:
+    """The path or URL of an image cell (Hugging Face's struct may hold a path instead of bytes), None where it is none."""
+    if isinstance(cell, dict) and cell.get("bytes") is None:
+        cell = cell.get("path")
+    return cell if isinstance(cell, str) and 0 < len(cell) <= CELL_MAX and "\0" not in cell else None
+
+
+def _bytes_of(cell: Any) -> bytes | None:
+    """The bytes of an image cell, where it holds them: as they are, or in Hugging Face's struct."""
+    data = cell.get("bytes") if isinstance(cell, dict) else cell
+    return data if isinstance(data, bytes) else None
+
+
+def _group(cell: Any) -> str | None:
+    return None if cell is None or cell == "" else str(cell)
+
+
+def _refused(name: str) -> str:
+    """The code of why a path is not opened, or ""."""
+    if _DRIVE.match(name) and not _URL.match(name):
+        return "path_outside_root"
+    if _URL.match(name):
+        return "url_not_allowed"
+    if name.startswith(("/", "\\")) or posixpath.normpath(name).split("/")[0] == "..":
+        return "path_outside_root"
+    return "" if is_storable(name) else "bad_file_name"
+
+
+def _items(path: Path, form: str, options: TableOptions, check: _Check, limits: Limits) -> Iterator[Item | SetAside]:
+    yield from check.aside
+    base, folders = path.parent, _Folders(path.parent)
+    for name, said in check.said.items():
+        found = folders.refused(name) or read_file(base / name, limits.max_file_bytes)
+        if isinstance(found, str):
+            if found == "missing_file" and sum(notice.code == found for notice in check.notices) < HINTS:
+                near = folders.nearest(name)
+                check.notices.append(Notice(found, f"line {said.line}: {printable(name)} is not there" + (f", {printable(near)} is" if near else "")))
+            yield SetAside(name=printable(name), code=found)
+        else:
+            yield Item(name, said.label, found, said.split, said.group)
+    if check.bytes_rows:
+        yield from _items_of_bytes(path, form, options, limits)
+
+
+def _items_of_bytes(path: Path, form: str, options: TableOptions, limits: Limits) -> Iterator[Item | SetAside]:
+    """The rows that hold the bytes themselves, which are all there in memory is of them."""
+    for row in _rows(path, form, options):
+        data, label = _bytes_of(row.image), label_text(row.label)
+        if data is None or not label or (options.classes and label not in options.classes):
+            continue
+        name = f"{path.name}/{row.line:08d}"
+        if len(data) > limits.max_file_bytes:
+            yield SetAside(name=name, code="image_too_large")
+        else:
+            yield Item(name, label, data, split_of(row.split, f"{path.name} row {row.line}"), _group(row.group))
+
+
+class _Folders:
+    """What lies in the folders below ``base``: each is looked at once."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._plain: dict[str, bool] = {"": True}
+
+    def refused(self, name: str) -> str:
+        """``symlink`` where the path leads over a link, ``missing_file`` where there is nothing, else ""."""
+        if not self._is_plain(posixpath.dirname(name)):
+            return "symlink"
+        try:
+            mode = os.lstat(self._base / name).st_mode
+        except OSError:
+            return "missing_file"
+        return "symlink" if stat.S_ISLNK(mode) else "" if stat.S_ISREG(mode) else "not_a_regular_file"
+
+    def _is_plain(self, folder: str) -> bool:
+        if folder not in self._plain:
+            self._plain[folder] = self._is_plain(posixpath.dirname(folder)) and not (self._base / folder).is_symlink()
+        return self._plain[folder]
+
+    def nearest(self, name: str) -> str:
+        """The file beside ``name`` whose name is most like it, "" where none is near."""
+        folder, _, last = name.rpartition("/")
+        try:
+            with os.scandir(self._base / folder) as entries:
+                beside = [entry.name for _, entry in zip(range(10_000), entries, strict=False)]
+        except OSError:
+            return ""
+        near = [other for other in beside if other.casefold() == last.casefold()] or difflib.get_close_matches(last, beside, n=1, cutoff=0.8)
+        return f"{folder}/{near[0]}".lstrip("/") if near else ""
+
+
+def _rows(path: Path, form: str, options: TableOptions) -> Iterator[_Row]:
+    """Every row that is not blank."""
+    if form == "parquet":
+        shard = open_shard(path, options, [])
+        image, label, split, group = shard.columns.used()
+        for number, row in rows_of(shard):
+            named = label_text(row[label], shard.class_names)
+            yield _Row(number, row[image], named, row.get(split), row.get(group))
+        return
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as handle:
+            if form == "jsonl":
+                yield from _json_rows(handle, path, options)
+            else:
+                yield from _csv_rows(handle, path, options, options.delimiter or ("\t" if form == "tsv" else ","))
+    except OSError as error:
+        raise BadInput("source_unavailable", "the manifest cannot be read", value=error.strerror, knob="ingest.location") from error
+
+
+class _Lines:
+    """Lines of a text file, the longest LINE_MAX characters: a longer one is passed over and told by csv.Error, and reading may go on."""
+
+    def __init__(self, handle: IO[str]) -> None:
+        self._handle = handle
+        self.number = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._handle.readline(LINE_MAX)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        if len(line) == LINE_MAX and not line.endswith(("\n", "\r")):
+            while (rest := self._handle.readline(LINE_MAX)) and not rest.endswith(("\n", "\r")):
+                pass
+            raise csv.Error("a line is too long")
+        return line
+
+
+def _csv_rows(handle: IO[str], path: Path, options: TableOptions, delimiter: str) -> Iterator[_Row]:
+    lines = _Lines(handle)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        header = next((row for row in reader if row), None)
+    except csv.Error as error:
+        raise BadInput("manifest_corrupt", f"the header of {path.name} cannot be read", value=str(error), constraint="names of columns") from None
+    if header is None:
+        raise BadInput("empty_manifest", f"{path.name} is empty", value="no header", constraint="a header and rows", knob="ingest.location")
+    names = [name.strip() for name in header]
+    places = [names.index(name) if name else None for name in choose(names, options, path.name).used()]
+    while True:
+        line = lines.number + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                what = f"{path.name}: a quoted cell that begins in or after line {line} has no end"
+                raise BadInput("manifest_corrupt", what, value='"', constraint="a quote at its end") from None
+            yield _Row(line, None)
+            continue
+        if not row:
+            continue
+        if len(row) != len(names):
+            yield _Row(line, None)
+        else:
+            yield _Row(line, *(row[place] if place is not None else None for place in places))
+
+
+def _json_rows(handle: IO[str], path: Path, options: TableOptions) -> Iterator[_Row]:
+    lines = _Lines(handle)
+    used: tuple[str, ...] = ()
+    while True:
+        try:
+            text = next(lines)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield _Row(lines.number, None)
+            continue
+        if not text.strip():
+            continue
+        row = _json_object(text)
+        if row and not used:
+            used = choose(list(row), options, path.name).used()
+        yield _Row(lines.number, *(row.get(name) for name in used)) if row else _Row(lines.number, None)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """The object on a line, {} where there is none, or where a key stands twice."""
+
+    def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        listed = list(pairs)
+        found = dict(listed)
+        if len(found) != len(listed):
+            raise ValueError("a key stands twice")
+        return found
+
+    try:
+        found = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _encoding(path: Path) -> BadInput:
+    """BadInput ``manifest_encoding`` naming the encoding, where a mark tells it, or the first line that is not UTF-8."""
+    with path.open("rb") as handle:
+        if handle.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+            value = "UTF-16"
+        else:
+            handle.seek(0)
+            value = "bytes that are no UTF-8"
+            for number, line in enumerate(iter(lambda: handle.readline(LINE_MAX), b""), 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    value = f"byte 0x{line[error.start]:02x} in line {number}"
+                    break
+    return BadInput("manifest_encoding", f"{path.name} is not UTF-8", value=value, constraint="UTF-8", knob="the program that wrote it to UTF-8")
