@@ -30,7 +30,7 @@ HONEST_S = 120.0
 def strike(place: Yard, victim: str, run_id: str, generator: random.Random) -> bool:
     """kill -9 one victim; False where there was none at that moment. A worker or server is started again by whoever keeps it."""
     if victim == "worker":
-        end_hard(psutil.Process(place.workers.pop().pid))
+        place.workers.pop().kill()
         place.start_worker()
         return True
     if victim == "server":
@@ -64,8 +64,13 @@ def in_order(place: Yard) -> float:
             time.sleep(1.0)
 
 
-def play(place: Yard, rounds: int, seed: int, tell: Callable[[str], None] = print) -> tuple[Counter[str], Counter[str], list[float]]:
-    """``rounds`` kills: how often each victim was hit, how the runs ended, seconds until all was in order after each run."""
+def play(
+    place: Yard, rounds: int, seed: int, *, each: int = KILLS_A_RUN, longest_s: float = 12.0, tell: Callable[[str], None] = print
+) -> tuple[Counter[str], Counter[str], list[float]]:
+    """``rounds`` kills: how often each victim was hit, how the runs ended, seconds until all was in order after each run.
+
+    A run gets ``each`` kills at most, half a second to ``longest_s`` apart.
+    """
     generator = random.Random(seed)
     struck: Counter[str] = Counter()
     ended: Counter[str] = Counter()
@@ -76,12 +81,14 @@ def play(place: Yard, rounds: int, seed: int, tell: Callable[[str], None] = prin
         place.source.grow(2)
         run_id = place.trigger("retrain/manual", reason=f"after {struck.total()} kills")
         hits: list[str] = []
-        while len(hits) < KILLS_A_RUN and struck.total() < rounds and place.state(run_id)["type"] in ("SCHEDULED", "PENDING", "RUNNING"):
-            time.sleep(generator.uniform(0.5, 12.0))
+        while len(hits) < each and struck.total() < rounds and place.state(run_id)["type"] in ("SCHEDULED", "PENDING", "RUNNING"):
+            time.sleep(generator.uniform(0.5, longest_s))
             victim = generator.choice(VICTIMS)
             if strike(place, victim, run_id, generator):
                 hits.append(victim)
                 struck[victim] += 1
+        if place.workers[-1].poll() is not None:  # it ends by itself where it finds no server as it starts; whoever keeps it starts it again
+            place.start_worker()
         state = place.wait(run_id, timeout_s=900.0)
         seconds.append(in_order(place))
         ended[state["name"]] += 1
