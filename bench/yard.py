@@ -200,10 +200,12 @@ class Yard:
         return "\n".join(entry["message"] for entry in self.call("POST", "/logs/filter", body))
 
     def runs(self, deployment: str) -> list[dict[str, Any]]:
-        """All runs of a deployment, newest first, at most 200."""
+        """All runs of a deployment, newest first."""
         flow, name = deployment.split("/")
-        body = {"flows": {"name": {"any_": [flow]}}, "deployments": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC", "limit": 200}
-        found: list[dict[str, Any]] = self.call("POST", "/flow_runs/filter", body)
+        asked = {"flows": {"name": {"any_": [flow]}}, "deployments": {"name": {"any_": [name]}}, "sort": "EXPECTED_START_TIME_DESC", "limit": 200}
+        found: list[dict[str, Any]] = []
+        while page := self.call("POST", "/flow_runs/filter", {**asked, "offset": len(found)}):
+            found += page
         return found
 
     def processes(self, *words: str) -> list[psutil.Process]:
