@@ -23,12 +23,13 @@ from bench.year import check, restorable
 
 VICTIMS = ("worker", "server", "flow", "stage", "stage", "rank")
 KILLS_A_RUN = 3
+PRESENT_S = 20.0
 HONEST_S = 120.0
 """So long after a death everything must be in order again."""
 
 
 def strike(place: Yard, victim: str, run_id: str, generator: random.Random) -> bool:
-    """kill -9 one victim; False where there was none at that moment. A worker or server is started again by whoever keeps it."""
+    """kill -9 one victim, waited for PRESENT_S at most; False where there was none. A worker or server is started again by whoever keeps it."""
     if victim == "worker":
         place.workers.pop().kill()
         place.start_worker()
@@ -40,15 +41,19 @@ def strike(place: Yard, victim: str, run_id: str, generator: random.Random) -> b
         time.sleep(generator.uniform(0.5, 3.0))
         place.start_server()
         return True
-    if victim == "flow":
-        victims = place.flow_processes(run_id)
-    elif victim == "rank":
-        victims = [child for process in place.processes("tasks.train") for child in process.children(recursive=True)]
-    else:
-        victims = place.processes("-m tasks.")
-    if victims:
-        end_hard(generator.choice(victims))
-    return bool(victims)
+    deadline = time.monotonic() + PRESENT_S
+    while time.monotonic() < deadline:
+        if victim == "flow":
+            victims = place.flow_processes(run_id)
+        elif victim == "rank":
+            victims = [child for process in place.processes("tasks.train") for child in process.children(recursive=True)]
+        else:
+            victims = place.processes("-m tasks.")
+        if victims:
+            end_hard(generator.choice(victims))
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def in_order(place: Yard) -> float:

@@ -334,10 +334,12 @@ def test_old_files_go_and_those_in_use_stay(swept: Project) -> None:
         write_old(state / "serve" / "classifier-gone.log"),
         write_old(state / "system" / "0000.csv"),
         write_old(state / "checkpoints" / "f9" / ".epoch.pt.abc.part"),
+        write_old(state / "downloads" / "d1" / "lock").parent,
         spare[0],
     ]
     held = write_old(state / "checkpoints" / "f2" / "epoch-000001.x.pt").parent
-    stays = [held, write_old(state / "checkpoints" / "f3" / "epoch-000001.x.pt", time.time()).parent, served, *spare[1:]]
+    copy = write_old(state / "downloads" / "d2" / "lock", time.time()).parent
+    stays = [held, copy, write_old(state / "checkpoints" / "f3" / "epoch-000001.x.pt", time.time()).parent, served, *spare[1:]]
     with file_lock(held / "lock", 5, "a training"):
         os.utime(held / "lock", (OLD, OLD))
         os.utime(held, (OLD, OLD))

@@ -62,7 +62,7 @@ class Server(Leftover):
 def old_files(root: Path, models: set[str], age_s: float, young_s: float) -> Iterator[Leftover | str]:
     """What can go, or in words why it is not looked at. ``models`` are the digests that an alias names.
 
-    Checkpoints, Bentos, logs and samples of system metrics go after ``age_s`` seconds without use; what is made again at need or
+    Checkpoints, Bentos, logs, copies of sources and samples of system metrics go after ``age_s`` seconds without use; what is made again at need or
     was never finished after ``young_s``.
     """
     yield from _checkpoints(root, age_s)
@@ -72,6 +72,8 @@ def old_files(root: Path, models: set[str], age_s: float, young_s: float) -> Ite
     for pattern in UNFINISHED:
         for path in _older(root, pattern, young_s):
             yield Leftover(f"unfinished {path.relative_to(root)}", _days(path), (path,))
+    for folder in _older(root, "downloads/*/", age_s):
+        yield Leftover(f"copy {folder.name[:12]} of a source", _days(folder), (folder,), folder / "lock")
     yield from _servers(root)
     yield from _bentos(root, models, age_s)
 

@@ -36,7 +36,7 @@ class IngestConfig(Section):
     """Where images come from and how data/ grows."""
 
     source: str = Field("digits", description="kind of the source: digits, folder, archive, table, parquet ... (docs/sources.md), or a plug-in's")
-    location: str = Field("", description="path that the source reads; empty for digits")
+    location: str = Field("", description="path or URL that the source reads; empty for digits")
     options: dict[str, Any] = Field({}, description="what else the source is told, by name (docs/sources.md); paths are relative to the project")
     shard_mb: float = Field(128.0, gt=0.0, le=4096.0, description="largest shard in MB (10^6 bytes of images)")
     push: bool = Field(True, description="push the new data version to the default DVC remote, where one is set")

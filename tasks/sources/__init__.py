@@ -40,9 +40,14 @@ from typing import Any, NamedTuple, TypeVar
 from tasks.core.artifacts import SetAside, Split
 from tasks.core.config import Section, check_options
 from tasks.core.errors import BadInput
+from tasks.sources.remote import fingerprint as listed
+from tasks.sources.remote import is_url
 
 GROUP = "trainyard.sources"
 BUILT_IN = {name: f"tasks.sources.{name}" for name in ("archive", "arrays", "digits", "folder", "parquet", "table", "webdataset")}
+
+OWN_URLS: frozenset[str] = frozenset()
+"""Sources of ours that open URLs by themselves; the others read what is brought here (tasks/sources/remote.py)."""
 
 
 class Item(NamedTuple):
@@ -126,6 +131,8 @@ def fingerprint_of(name: str, location: str, root: Path, options: Mapping[str, A
     Raises BadInput ``unknown_source``, ``params_invalid`` for its options, or whatever the source itself refuses with.
     """
     extra = _options(name, _opener(name), options)
+    if name in BUILT_IN and name not in OWN_URLS and is_url(location):
+        return "" if any(is_url(str(value)) for value in options.values()) else listed(location)
     return _FINGERPRINTS[name](location, root, *extra) if name in _FINGERPRINTS else ""
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from tasks.core.artifacts import Split
 from tasks.core.errors import BadInput
+from tasks.sources.remote import is_url, mirror
 
 SPLIT_NAMES: dict[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -90,10 +91,13 @@ def printable(name: str) -> str:
 
 
 def located(location: str, root: Path, kind: str) -> Path:
-    """The path of a source; raises BadInput ``source_unavailable`` where it is not set, not there, or inside data/."""
+    """The path of a source, brought here where it is a URL (tasks/sources/remote.py).
+
+    Raises BadInput ``source_unavailable`` where it is not set, not there, or inside data/.
+    """
     if not location:
         raise BadInput("source_unavailable", "no location is set", value="''", constraint=f"the path of {kind}", knob="ingest.location")
-    path = root / Path(location).expanduser()
+    path = mirror(location, root) if is_url(location) else root / Path(location).expanduser()
     if not path.exists():
         raise BadInput("source_unavailable", "the source does not exist", value=location, constraint=f"the path of {kind}", knob="ingest.location")
     if path.resolve().is_relative_to((root / "data").resolve()):
@@ -101,6 +105,14 @@ def located(location: str, root: Path, kind: str) -> Path:
             "source_unavailable", "the source lies in data/, which ingest writes", value=location, constraint="elsewhere", knob="ingest.location"
         )
     return path
+
+
+def globbed(location: str, root: Path, kind: str) -> list[Path]:
+    """The paths that a location with a * in its last part names; raises as ``located`` does."""
+    if is_url(location):
+        return list(located(location, root, kind).iterdir())
+    pattern = root / Path(location).expanduser()
+    return [located(str(path), root, kind) for path in pattern.parent.absolute().glob(pattern.name)]
 
 
 def collision_key(label: str) -> str:

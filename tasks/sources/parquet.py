@@ -18,7 +18,7 @@ from tasks.core.artifacts import SetAside
 from tasks.core.errors import BadInput
 from tasks.sources import Item, Limits, Source, fingerprint, source
 from tasks.sources.columns import Columns, choose, label_text, split_of
-from tasks.sources.layout import located, printable
+from tasks.sources.layout import globbed, located, printable
 
 ROWS = 64
 """Rows that are in memory at once."""
@@ -65,8 +65,7 @@ def parquet_fingerprint(location: str, root: Path, options: ParquetOptions) -> s
 def _files(location: str, root: Path) -> list[Path]:
     kind = "a Parquet file, a folder or a glob of them"
     if any(letter in location for letter in "*?["):
-        pattern = root / Path(location).expanduser()
-        found = [located(str(path), root, kind) for path in pattern.parent.absolute().glob(pattern.name)]
+        found = globbed(location, root, kind)
     else:
         path = located(location, root, kind)
         found = list(path.rglob("*.parquet")) if path.is_dir() else [path]

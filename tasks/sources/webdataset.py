@@ -21,7 +21,7 @@ from tasks.core.errors import BadInput
 from tasks.sources import Item, Limits, Source, fingerprint, source
 from tasks.sources.archive import members_of, open_tar, tar_index, told_as_corrupt
 from tasks.sources.columns import label_text
-from tasks.sources.layout import IMAGE_ENDINGS, is_junk, is_storable, located, printable
+from tasks.sources.layout import IMAGE_ENDINGS, globbed, is_junk, is_storable, located, printable
 
 KIND = "a tar shard, a folder, a glob or a range of them"
 LABELS = ("cls", "txt", "json")
@@ -88,8 +88,7 @@ def _files(location: str, root: Path) -> list[Path]:
         names = [f"{location[: bounds.start()]}{number:0{len(bounds[1])}d}{location[bounds.end() :]}" for number in range(first, last + 1)]
         return [located(name, root, KIND) for name in names]
     if any(letter in location for letter in "*?["):
-        pattern = root / Path(location).expanduser()
-        found = [located(str(path), root, KIND) for path in pattern.parent.absolute().glob(pattern.name)]
+        found = globbed(location, root, KIND)
     else:
         path = located(location, root, KIND)
         found = [inner for inner in path.iterdir() if ".tar" in inner.suffixes or inner.suffix == ".tgz"] if path.is_dir() else [path]
