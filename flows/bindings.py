@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -31,6 +31,7 @@ from prefect.concurrency.sync import concurrency
 from prefect.states import Completed, Failed
 from ruamel.yaml import YAML
 
+from flows.secrets import masked, secrets_of
 from flows.worktree import DVC
 from tasks.core.artifacts import Artifact, BentoRef, Endpoint, GateDecision, TrainedModel
 from tasks.core.config import PARAMS, DeployConfig, load_params
@@ -131,7 +132,8 @@ def effect(name: str, artifact: type[A], *arguments: str) -> Stage[A]:
     """The task of a stage that acts on the outside world, idempotent by digest, and so is no DVC stage."""
 
     def act(root: Path) -> State[Any]:
-        _run([PYTHON, "-m", f"tasks.{name}", *arguments], root, name, timeout_s=time_limit(name))
+        secrets = secrets_of(root) if name == "ingest" else {}
+        _run([PYTHON, "-m", f"tasks.{name}", *arguments], root, name, timeout_s=time_limit(name), secrets=secrets)
         return _reference(artifact, root, ran=True)
 
     return Stage("-".join([name, *arguments]).replace("--", ""), act)
@@ -259,7 +261,7 @@ def explain_status(status: dict[str, Any], params: Sequence[str] = ()) -> list[s
 
 def source_fingerprint(root: Path) -> str:
     """The fingerprint of the source that params.yaml names, "" where that kind of source has none. Raises StageFailed."""
-    lines = _run([PYTHON, "-m", "tasks.sources"], root, "fingerprint", quiet=True, timeout_s=time_limit("ingest"))
+    lines = _run([PYTHON, "-m", "tasks.sources"], root, "fingerprint", quiet=True, timeout_s=time_limit("ingest"), secrets=secrets_of(root))
     return next((line.removeprefix("fingerprint").strip() for line in reversed(lines) if line.startswith("fingerprint")), "")
 
 
@@ -303,8 +305,10 @@ def _reference(artifact: type[Artifact], root: Path, ran: bool) -> State[Any]:
     return Completed(data=loaded, message=reference) if ran else Completed(name="Cached", data=loaded, message=f"{reference} did not change")
 
 
-def _run(command: Sequence[str], root: Path, name: str, quiet: bool = False, timeout_s: float | None = None) -> list[str]:
-    """Run a child below ``root``, its lines into the run's log; returns them.
+def _run(
+    command: Sequence[str], root: Path, name: str, quiet: bool = False, timeout_s: float | None = None, secrets: Mapping[str, str] = {}
+) -> list[str]:
+    """Run a child below ``root``, its lines into the run's log; returns them. ``secrets`` join its environment, and leave no trace in lines.
 
     Raises StageFailed with the stage's own error, or StageTimedOut after ``timeout_s`` seconds.
     """
@@ -312,12 +316,13 @@ def _run(command: Sequence[str], root: Path, name: str, quiet: bool = False, tim
     lines: list[str] = []
 
     def on_line(line: str) -> None:
+        line = masked(line, secrets.values())
         lines.append(line)
         if line.strip() and not quiet and not CHATTER.match(line):
             logger.info(line)
 
     try:
-        result = run_child(command, cwd=root, on_line=on_line, env=ENVIRONMENT, timeout_s=timeout_s)
+        result = run_child(command, cwd=root, on_line=on_line, env={**ENVIRONMENT, **secrets}, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         knob = f"set TRAINYARD_TIME_LIMIT_S_{name.upper()}"
         raise StageTimedOut(f"error[time_limit]: {name} was ended; got more than {timeout_s:g} s; must be faster; {knob}", 2) from None

@@ -20,6 +20,7 @@ PARAMS = Path("params.yaml")
 MAX_PARAMS_BYTES = 1_000_000
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
 
@@ -38,6 +39,9 @@ class IngestConfig(Section):
     source: str = Field("digits", description="kind of the source: digits, folder, archive, table, parquet ... (docs/sources.md), or a plug-in's")
     location: str = Field("", description="path or URL that the source reads; empty for digits")
     options: dict[str, Any] = Field({}, description="what else the source is told, by name (docs/sources.md); paths are relative to the project")
+    secrets: dict[Variable, str] = Field(
+        {}, description="environment variables that the source reads, each with the Prefect Secret block that holds it where it is not set"
+    )
     shard_mb: float = Field(128.0, gt=0.0, le=4096.0, description="largest shard in MB (10^6 bytes of images)")
     push: bool = Field(True, description="push the new data version to the default DVC remote, where one is set")
     max_file_bytes: int = Field(67_108_864, ge=1, description="largest file that is stored, in bytes; larger ones are set aside")
