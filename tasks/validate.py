@@ -95,7 +95,8 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
         quarantined=quarantined,
     )
     folder = (out / ValidationReport.PATH).parent
-    (out / ValidationReport.PATH).unlink(missing_ok=True)
+    for stale in (out / ValidationReport.PATH, *folder.glob(".*.part")):  # the former report, and what a crash left
+        stale.unlink(missing_ok=True)
     _write_parquet(folder / "images.parquet", table)
     _write_parquet(folder / "quarantine.parquet", quarantine_table(records))
     write_atomic(

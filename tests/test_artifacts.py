@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from makers import save_decision, save_report, tiny_model
 
+from tasks.core import files
 from tasks.core.artifacts import Artifact, GateDecision, TrainedModel, require_approval
 from tasks.core.errors import BadInput, Rejected, TrainyardError, Transient
 from tasks.core.files import canonical_json, digest_of, file_lock, publish_dir, write_atomic
@@ -137,7 +138,10 @@ def test_a_verdict_on_another_model_or_evaluation_is_refused(tmp_path: Path) -> 
     assert refusal(tmp_path).code == "artifact_foreign"
 
 
-def test_publish_dir_shows_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False], ids=["by exchange", "by two renames"])
+def test_publish_dir_shows_the_old_folder_until_the_new_one_is_whole(exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exchanges:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     target = tmp_path / "cache"
     with publish_dir(target) as work:
         (work / "a").write_text("old")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -69,12 +70,20 @@ def fsync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step by renameat2(2); False where the system or the file system cannot."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return exchange is not None and exchange(here, os.fsencode(one), here, os.fsencode(other), flag) == 0
+
+
 @contextmanager
 def publish_dir(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target`` to fill; on success it takes ``target``'s place, on error it vanishes.
 
-    Write the marker file (the artifact's JSON) last. A crash between the two renames leaves no ``target`` at all,
-    which every reader treats as "not made yet"; left-over siblings are removed on the next call.
+    Write the marker file (the artifact's JSON) last. Where the file system cannot exchange two names at once (Linux's local
+    ones can), a crash between two renames leaves no ``target`` at all, which every reader treats as "not made yet". Left-over
+    siblings are removed on the next call.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for stale in target.parent.glob(f".{target.name}.*.part"):
@@ -87,14 +96,14 @@ def publish_dir(target: Path) -> Iterator[Path]:
             if path.is_file():
                 with path.open("rb") as handle:
                     os.fsync(handle.fileno())
-        old = None
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-            target.replace(old)
-        work.replace(target)
+        old = work
+        if not (target.exists() and _exchange(work, target)):
+            if target.exists():
+                old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+                target.replace(old)
+            work.replace(target)
         fsync_dir(target.parent)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
