@@ -40,7 +40,7 @@ def ingest(config: IngestConfig, root: Path) -> DatasetRef:
 
     Raises BadInput of the source, ``too_few_classes``, ``empty_class``, ``class_name_collision``, or Transient ``lock_busy``.
     """
-    limits = Limits(config.max_file_bytes, config.max_unpacked_bytes, config.max_unpacked_ratio)
+    limits = limits_of(config)
     with file_lock(root / STATE / "locks" / "ingest.lock", LOCK_TIMEOUT_S, "data/"):
         before = DatasetRef.load(root) if DatasetRef.exists(root) else None
         _sweep(root, before)
@@ -64,6 +64,11 @@ def ingest(config: IngestConfig, root: Path) -> DatasetRef:
                     _publish(work, None, {}, claims, stated, set_aside, source.ignored, config)
                 return DatasetRef.load(root)
             return _publish(root, before, stored, claims, stated, set_aside, source.ignored, config)
+
+
+def limits_of(config: IngestConfig) -> Limits:
+    """What a source may bring."""
+    return Limits(config.max_file_bytes, config.max_unpacked_bytes, config.max_unpacked_ratio)
 
 
 def _gather(source: Source, claims: Claims, limits: Limits) -> tuple[set[str], dict[str, str]]:

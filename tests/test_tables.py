@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from source_trees import png, write_tree
 
 from tasks.core.artifacts import SetAside
-from tasks.core.config import IngestConfig
+from tasks.core.config import IngestConfig, apply_overrides
 from tasks.core.errors import CODES, BadInput
 from tasks.images.shards import iter_rows
 from tasks.ingest import ingest
@@ -217,6 +218,17 @@ def test_the_command_looks_through_a_source_and_stores_nothing(tmp_path: Path) -
     assert done.returncode == 2
     assert done.stderr.startswith("error[unknown_option]")
     assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_in_a_project_its_own_limits_count(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    made(tmp_path, "m.csv", "path,label\nimages/a.png,cat\nimages/b.png,dog\n")
+    assert json.loads(asked(tmp_path, "table", "m.csv").stdout)["accepted"] == 2
+    apply_overrides({"prepare": {"decode": {"max_pixels": 4}}}, tmp_path / "params.yaml")
+    told = json.loads(asked(tmp_path, "table", "m.csv").stdout)
+    assert told["rejected"]["code"] == "empty_class"
+    apply_overrides({"ingest": {"max_file_bytes": 10}, "prepare": {"decode": {"max_pixels": 40_000}}}, tmp_path / "params.yaml")
+    assert json.loads(asked(tmp_path, "table", "m.csv").stdout)["rejected"]["code"] == "too_few_classes"  # every file is too large
 
 
 def test_a_dry_run_decodes_and_sets_aside_what_is_no_sound_image(tmp_path: Path) -> None:
