@@ -41,6 +41,7 @@ CHEAP: dict[str, dict[str, Any]] = {
     "deploy": {"smoke_images": 3, "ready_timeout_s": 120.0},
     "run": {"keep_runs": 3, "keep_days": 1},
 }
+BUSY_S = 300.0
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 STAGES = ("ingest", "validate", "prepare", "augment", "train", "evaluate", "gate", "register", "package", "deploy")
 
@@ -97,13 +98,13 @@ class Yard:
         return {**clean, **QUIET, **author, **own, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """One request to the server's API: the JSON answer. A server that is busy (503) is asked again for half a minute.
+        """One request to the server's API: the JSON answer. A server that is busy (503) is asked again for BUSY_S.
 
         Raises urllib.error.URLError.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.api}{path}", data=data, headers={"Content-Type": "application/json"}, method=method)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + BUSY_S
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=30) as answer:
@@ -236,8 +237,8 @@ class Yard:
 
 
 @contextmanager
-def yard(seed: int = 0, workers: int = 1, images: int = 30) -> Iterator[Yard]:
-    """A set-up yard: server, deployments (their schedules off: the clock is the caller's), ``workers`` and a first source."""
+def yard(seed: int = 0, workers: int = 1, images: int = 30, runs: int = 4) -> Iterator[Yard]:
+    """A set-up yard: server, deployments (their schedules off: the clock is the caller's), ``workers`` with ``runs`` each, a first source."""
     with fresh_project("digits") as root:
         source = Source(root.parent / "source", seed)
         source.grow(images)
@@ -247,7 +248,7 @@ def yard(seed: int = 0, workers: int = 1, images: int = 30) -> Iterator[Yard]:
             made.start_server()
             made.python("-m", "flows.setup")
             for _ in range(workers):
-                made.start_worker()
+                made.start_worker(runs)
             yield made
         finally:
             for child in (*made.workers, *made.server):

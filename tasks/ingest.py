@@ -20,11 +20,12 @@ from tasks.core import errors
 from tasks.core.artifacts import DatasetRef, SetAside, Shard
 from tasks.core.config import IngestConfig, load_params
 from tasks.core.errors import BadInput
-from tasks.core.files import STATE, file_lock, fsync_dir, home_of
+from tasks.core.files import STATE, digest_of, file_lock, fsync_dir, home_of
 from tasks.core.process import die_with_parent, quiet_environment
 from tasks.images.claims import RANK, Claim, Claims, Outcome, settle
 from tasks.images.shards import Standing, standings, write_layer, write_shards
-from tasks.sources import Item, Limits, Source, open_source
+from tasks.sources import Item, Limits, Source, Unread, open_source
+from tasks.sources.known import Known
 from tasks.sources.layout import claims_image, is_storable, printable, refuse_collisions
 
 DEMONSTRATION = "digits"
@@ -55,15 +56,19 @@ def ingest(config: IngestConfig, root: Path) -> DatasetRef:
         source = open_source(config.source, config.location, home_of(root), limits, config.options)
         stored = standings(before) if before else {}
         demonstration = before is not None and config.source != DEMONSTRATION and {shard.source for shard in before.shards} == {DEMONSTRATION}
+        known = Known(home_of(root) / STATE / "known" / f"{digest_of([config.source, config.location, config.options])[:20]}.parquet")
         with Claims(root / STATE / "ingest", () if demonstration else stored) as claims:
-            stated, set_aside = _gather(source, claims, limits)
+            stated, set_aside = _gather(source, claims, limits, known)
             for notice in source.notices:
                 print(f"ingest: {notice.code}: {notice.what}", flush=True)
             if demonstration:
                 with _fresh(root) as work:
                     _publish(work, None, {}, claims, stated, set_aside, source.ignored, config)
-                return DatasetRef.load(root)
-            return _publish(root, before, stored, claims, stated, set_aside, source.ignored, config)
+                ref = DatasetRef.load(root)
+            else:
+                ref = _publish(root, before, stored, claims, stated, set_aside, source.ignored, config)
+        known.save()
+        return ref
 
 
 def limits_of(config: IngestConfig) -> Limits:
@@ -71,11 +76,20 @@ def limits_of(config: IngestConfig) -> Limits:
     return Limits(config.max_file_bytes, config.max_unpacked_bytes, config.max_unpacked_ratio)
 
 
-def _gather(source: Source, claims: Claims, limits: Limits) -> tuple[set[str], dict[str, str]]:
-    """Read the source once. Returns the classes that it states, files or not, and name -> code of what it cannot use."""
+def _gather(source: Source, claims: Claims, limits: Limits, known: Known) -> tuple[set[str], dict[str, str]]:
+    """Read the source once, but for files that are known. Returns the classes that it states, files or not, and name -> code of
+    what it cannot use."""
     stated = set(source.labels)
     set_aside: dict[str, str] = {}
-    for item in source.items:
+    for entry in source.items if source.files is None else source.files:
+        version = entry.version if isinstance(entry, Unread) else ""
+        if isinstance(entry, Unread):
+            sha256 = known.digest(entry.name, version)
+            if claims.again(Claim(entry.name, entry.label, entry.split, None), sha256):
+                stated.add(entry.label)
+                known.note(entry.name, version, str(sha256))
+                continue
+        item = entry.read() if isinstance(entry, Unread) else entry
         if isinstance(item, SetAside):
             set_aside[item.name] = item.code
             continue
@@ -86,7 +100,7 @@ def _gather(source: Source, claims: Claims, limits: Limits) -> tuple[set[str], d
         if code:
             set_aside[printable(item.name)] = code
         else:
-            claims.add(Claim(item.name, item.label, item.split, item.group), item.data)
+            known.note(item.name, version, claims.add(Claim(item.name, item.label, item.split, item.group), item.data))
     return stated, set_aside
 
 

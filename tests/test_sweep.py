@@ -335,6 +335,8 @@ def test_old_files_go_and_those_in_use_stay(swept: Project) -> None:
         write_old(state / "system" / "0000.csv"),
         write_old(state / "checkpoints" / "f9" / ".epoch.pt.abc.part"),
         write_old(state / "downloads" / "d1" / "lock").parent,
+        write_old(state / "known" / "k1.parquet"),
+        write_old(state / "known" / ".k2.parquet.abc.part"),
         spare[0],
     ]
     held = write_old(state / "checkpoints" / "f2" / "epoch-000001.x.pt").parent

@@ -18,7 +18,7 @@ KEPT_BENTOS = 5
 """Bentos of each name that stay at any age, for a quick way back."""
 DEPLOY_LOCK = STATE / "serve" / "deploy.lock"
 
-UNFINISHED = (".*.part", "checkpoints/*/.*.part", "champion/.*.part", "system/.*.part", "serve/.*.part", "bentoml/tmp/*")
+UNFINISHED = (".*.part", "checkpoints/*/.*.part", "known/.*.part", "champion/.*.part", "system/.*.part", "serve/.*.part", "bentoml/tmp/*")
 """What a crash leaves of a write that had not come to its end, below .trainyard."""
 
 
@@ -72,6 +72,8 @@ def old_files(root: Path, models: set[str], age_s: float, young_s: float) -> Ite
     for pattern in UNFINISHED:
         for path in _older(root, pattern, young_s):
             yield Leftover(f"unfinished {path.relative_to(root)}", _days(path), (path,))
+    for path in _older(root, "known/*.parquet", age_s):
+        yield Leftover(f"what was read of source {path.stem[:12]}", _days(path), (path,))
     for folder in _older(root, "downloads/*/", age_s):
         yield Leftover(f"copy {folder.name[:12]} of a source", _days(folder), (folder,), folder / "lock")
     yield from _servers(root)

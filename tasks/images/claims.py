@@ -80,14 +80,22 @@ class Claims:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._spool.close()
 
-    def add(self, claim: Claim, data: bytes) -> None:
-        """Take one file of the source."""
+    def again(self, claim: Claim, sha256: str | None) -> bool:
+        """Take a file that is known to hold the image ``sha256``, unread, if that image is known; whether it is."""
+        if sha256 is None or sha256 not in self._known:
+            return False
+        self.by_image.setdefault(sha256, []).append(claim)
+        return True
+
+    def add(self, claim: Claim, data: bytes) -> str:
+        """Take one file of the source; the hex sha256 of its bytes."""
         sha256 = hashlib.sha256(data).hexdigest()
         self.by_image.setdefault(sha256, []).append(claim)
         if sha256 not in self._known and sha256 not in self._places:
             self._spool.write(data)
             self._places[sha256] = (self._end, len(data))
             self._end += len(data)
+        return sha256
 
     def rows(self, settled: dict[str, Outcome]) -> Iterator[ImageRow]:
         """The spooled images among ``settled`` that are kept, sorted by name, bytes one at a time."""

@@ -60,6 +60,16 @@ class Item(NamedTuple):
     group: str | None = None
 
 
+class Unread(NamedTuple):
+    """A file of a source before it is read. ``version`` differs once its bytes do; "" where nothing vouches for that."""
+
+    name: str
+    label: str
+    split: Split | None
+    version: str
+    read: Callable[[], Item | SetAside]
+
+
 class Notice(NamedTuple):
     """Something worth a word that sets nothing aside: a stable code, and what was seen, in one line."""
 
@@ -83,13 +93,15 @@ class Source:
     ``items`` is read once, in an order that depends on the content alone, and holds one file's bytes at a time; a SetAside
     among them is something that cannot be used, by name and code. ``labels`` are the classes that the source names, those
     without a file too; a source that learns its classes from its items leaves it empty. ``ignored`` counts junk files.
-    ``notices`` may grow while ``items`` is read.
+    ``notices`` may grow while ``items`` is read. A source that can tell without reading whether a file changed gives ``files``
+    too: the same, to be read in place of ``items``.
     """
 
     items: Iterable[Item | SetAside]
     labels: tuple[str, ...] = ()
     ignored: int = 0
     notices: list[Notice] = field(default_factory=list)
+    files: Iterable[Unread | SetAside] | None = None
 
 
 Opener = Callable[..., Source]

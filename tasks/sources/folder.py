@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tasks.core.artifacts import SetAside
 from tasks.core.errors import BadInput
-from tasks.sources import Item, Limits, Source, fingerprint, source
+from tasks.sources import Item, Limits, Source, Unread, fingerprint, source
 from tasks.sources.layout import Place, arrange, is_junk, is_storable, located, printable
+
+SETTLED_NS = 3_000_000_000
 
 
 @source("folder")
@@ -26,7 +30,9 @@ def folder(location: str, root: Path, limits: Limits) -> Source:
         raise BadInput("source_unavailable", "the source is no folder", value=location, constraint="a folder", knob="ingest.source: archive")
     found = _walk(path)
     layout = arrange(found.files, found.folders, unwrap=False)
-    return Source(_items(path, layout.places, found.set_aside, limits), layout.labels, found.ignored + layout.loose)
+    files = lambda: _files(path, layout.places, found.set_aside, limits)  # noqa: E731
+    items = (entry.read() if isinstance(entry, Unread) else entry for entry in files())
+    return Source(items, layout.labels, found.ignored + layout.loose, files=files())
 
 
 @fingerprint("folder")
@@ -88,11 +94,29 @@ def _walk(root: Path) -> _Found:
     return found
 
 
-def _items(root: Path, places: dict[str, Place], set_aside: list[SetAside], limits: Limits) -> Iterator[Item | SetAside]:
+def _files(root: Path, places: dict[str, Place], set_aside: list[SetAside], limits: Limits) -> Iterator[Unread | SetAside]:
     yield from sorted(set_aside, key=lambda item: item.name)
     for name, place in places.items():
-        content = read_file(root / name, limits.max_file_bytes)
-        yield SetAside(name=place.name, code=content) if isinstance(content, str) else Item(place.name, place.label, content, place.split)
+        yield Unread(place.name, place.label, place.split, _version(root / name), partial(_read, root / name, place, limits))
+
+
+def _read(path: Path, place: Place, limits: Limits) -> Item | SetAside:
+    content = read_file(path, limits.max_file_bytes)
+    return SetAside(name=place.name, code=content) if isinstance(content, str) else Item(place.name, place.label, content, place.split)
+
+
+def _version(path: Path) -> str:
+    """Size, times of modification and of change (ns), inode and device of a file; "" where it changed within SETTLED_NS.
+
+    Its bytes cannot change and leave the time of change as it was, but within the grain of a file system's clock they could.
+    """
+    try:
+        facts = path.lstat()
+    except OSError:
+        return ""
+    if time.time_ns() - max(facts.st_ctime_ns, facts.st_mtime_ns) < SETTLED_NS:
+        return ""
+    return f"{facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino} {facts.st_dev}"
 
 
 def read_file(path: Path, limit: int) -> bytes | str:
