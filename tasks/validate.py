@@ -70,7 +70,7 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
     from tasks.images.decode import policy_of
     from tasks.images.shards import iter_rows
     from tasks.images.table import Bounds, image_table, inspect_all, quarantine_table
-    from tasks.images.validation_page import render_page
+    from tasks.images.validation_page import pictured, render_page
 
     bounds = Bounds(policy_of(prepare.decode), config.min_side_px, config.max_side_px)
     records: list[ImageRecord] = []
@@ -98,10 +98,8 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
     (out / ValidationReport.PATH).unlink(missing_ok=True)
     _write_parquet(folder / "images.parquet", table)
     _write_parquet(folder / "quarantine.parquet", quarantine_table(records))
-    write_atomic(
-        folder / "report.html",
-        render_page(ref, report, records, thumbnails, copies.pairs, small_pictures(ref, records, copies.pairs, bounds)).encode(),
-    )
+    small = small_pictures(ref, records, pictured(records, copies.pairs), bounds)
+    write_atomic(folder / "report.html", render_page(ref, report, records, thumbnails, copies.pairs, small).encode())
     report = report.model_copy(update={"files": file_digests(folder, "images.parquet", "quarantine.parquet", "report.html")}).save(out)
     for check, result in zip(checks, results, strict=True):
         if not result.passed:
@@ -141,19 +139,17 @@ def find_copies(
     return Copies(len(leaked), tuple((sound[one], sound[other], code) for one, other, code in shown))
 
 
-def small_pictures(ref: DatasetRef, records: list[ImageRecord], pairs: Sequence[tuple[int, int, str]], bounds: Bounds) -> dict[int, np.ndarray]:
-    """Small pictures (uint8 [H, W, 3]) of the images of the first pairs that the page shows, by their place in ``records``."""
-    from tasks.images.shards import iter_rows
+def small_pictures(ref: DatasetRef, records: list[ImageRecord], places: Iterable[int], bounds: Bounds) -> dict[int, np.ndarray]:
+    """Small pictures (uint8 [H, W, 3]) of the sound images and copies at ``places`` in ``records``, by place."""
+    from tasks.images.shards import find_rows
     from tasks.images.table import inspect
-    from tasks.images.validation_page import MOST_PAIRS
 
-    wanted = {records[place].sha256: place for pair in pairs[:MOST_PAIRS] for place in pair[:2]}
+    wanted = {records[place].sha256: place for place in places}
     found: dict[int, np.ndarray] = {}
-    for row in iter_rows(ref) if wanted else ():
-        if row.sha256 in wanted:
-            picture = inspect(row, bounds, thumbnail=True).thumbnail
-            assert picture is not None, "copies are sought among sound images"
-            found[wanted[row.sha256]] = picture
+    for row in find_rows(ref, wanted).values():
+        picture = inspect(row, bounds, thumbnail=True).thumbnail
+        assert picture is not None, "it decoded before"
+        found[wanted[row.sha256]] = picture
     return found
 
 

@@ -200,7 +200,8 @@ class ValidationReport(Artifact):
     images.parquet columns: path string, label string, split string?, group string?, sha256 string, width int32,
     height int32 (as stored), mode string, format string, bytes int64, decodes bool, reason string ("" where the image is sound:
     it decodes, its sides are within bounds, and it is no copy that was set aside), phash string? (64-bit gradient hash in
-    hex). quarantine.parquet columns: path, label, sha256, code, reason.
+    hex), brightness, contrast, sharpness, entropy, aspect double? (tasks/images/statistics.py). quarantine.parquet columns: path,
+    label, sha256, code, reason.
     """
 
     PATH: ClassVar[str] = "artifacts/validation/report.json"
