@@ -10,16 +10,18 @@ run, after its report is written.
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.core import errors
 from tasks.core.artifacts import SPLITS, CheckResult, DatasetRef, SetAside, Split, ValidationReport, file_digests, lineage
-from tasks.core.config import PrepareConfig, ValidateConfig, load_params
+from tasks.core.config import PrepareConfig, ValidateConfig, load_params, read_yaml
 from tasks.core.errors import BadInput
 from tasks.core.files import STATE, write_atomic
 from tasks.core.process import die_with_parent, quiet_environment
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+    from tasks.images.expectations import Expectation
     from tasks.images.likeness import Likeness
     from tasks.images.table import Bounds, ImageRecord
 
-HARMLESS = frozenset({"duplicate", "leak_exact", "leak_near", "not_an_image"})
-"""Codes of what is set aside without a word against the data: copies, and files that never claimed to be images."""
 SAMPLES = 6
 DATA_DOCS = STATE / "data_docs"
+ELSEWHERE = ("ExpectQuery", "ExpectTableRowCountToEqualOther")
+"""Expectations that compare with a query or another table, which there is none of."""
+INTERNAL = {"batch_id", "row_condition", "condition_parser"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Check:
     bound: str
     knob: str = "the data"
     code: str = "validation_failed"
+    severity: Literal["fail", "warn"] = "fail"
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,18 @@ class Copies:
 def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, out: Path) -> ValidationReport:
     """Write artifacts/validation below ``out``, report.json last, and return the report if the suite held.
 
-    ``prepare`` says how images are decoded and which split each will be in. The image table is held in memory, images are not.
-    Raises BadInput ``validation_failed`` (or the code of the class that is at fault) naming the first check that failed, after
+    ``prepare`` says how images are decoded and which split each will be in. The suite file lies below the root of ``ref``. The image
+    table is held in memory, images are not. Raises BadInput ``suite_invalid`` before any image is read, and
+    ``validation_failed`` (or the code of the class that is at fault) naming the first check that failed, after
     the report was written with ``success`` false.
     """
     from tasks.images.decode import policy_of
+    from tasks.images.frames import frames
     from tasks.images.shards import iter_rows
     from tasks.images.table import Bounds, image_table, inspect_all, quarantine_table
     from tasks.images.validation_page import pictured, render_page
 
+    expected = own_suite(ref, config)
     bounds = Bounds(policy_of(prepare.decode), config.min_side_px, config.max_side_px)
     records: list[ImageRecord] = []
     likenesses: list[Likeness | None] = []
@@ -84,11 +92,13 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
     copies = find_copies(ref, records, likenesses, config, prepare)
     checks = suite(ref, config)
     table = image_table(records)
-    results = run_suite(checks, frames(ref, records, table, copies.leaked), out / DATA_DOCS if config.data_docs else None)
+    tables = frames(ref, records, table, copies.leaked)
+    checks += own_checks(expected, tables, _splits(ref, records, prepare) or [record.split for record in records])
+    results = run_suite(checks, tables, out / DATA_DOCS if config.data_docs else None)
     quarantined = tuple(SetAside(name=record.path, code=record.code) for record in records if record.code)
     report = ValidationReport(
         made_from=lineage(ref),
-        success=all(result.passed for result in results),
+        success=all(result.passed or result.severity == "warn" for result in results),
         images=len(records),
         sound=len(records) - len(quarantined),
         checks=tuple(results),
@@ -102,7 +112,7 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
     write_atomic(folder / "report.html", render_page(ref, report, records, thumbnails, copies.pairs, small).encode())
     report = report.model_copy(update={"files": file_digests(folder, "images.parquet", "quarantine.parquet", "report.html")}).save(out)
     for check, result in zip(checks, results, strict=True):
-        if not result.passed:
+        if not result.passed and result.severity == "fail":
             raise _failure(check, result)
     return report
 
@@ -229,46 +239,55 @@ def _formats() -> list[str]:
     return list(FORMATS)
 
 
-def frames(ref: DatasetRef, records: list[ImageRecord], table: pa.Table, leaks: int = 0) -> dict[str, pd.DataFrame]:
-    """The three frames that the suite looks at: each image, each class (counting sound images), and the whole in one row.
+def own_suite(ref: DatasetRef, config: ValidateConfig) -> list[Expectation]:
+    """The expectations of the project's own file, each one built once by Great Expectations to see that it takes the arguments.
 
-    ``leaks`` is how many images are copies of one in another split.
+    Raises BadInput ``suite_invalid``.
     """
-    import pandas as pd
+    if not config.suite:
+        return []
+    import great_expectations.expectations as gxe
+    from great_expectations.expectations.expectation import Expectation as Base
 
-    sound = [record for record in records if not record.code]
-    count = Counter(record.label for record in sound)
-    placed = Counter((record.label, record.split) for record in sound)
-    classes = sorted({*ref.classes, *count})
-    rows = [
-        {
-            "path": f"class {name!r} ({count[name]} sound images)",
-            "images": count[name],
-            "in_train": not count[name] or bool(placed[name, "train"] + placed[name, None]),
-            "split": not _is_short(frozenset(ref.splits), *(placed[name, split] for split in (*SPLITS, None))),
-        }
-        for name in classes
-    ]
-    lost = sum(item.code not in HARMLESS for item in ref.set_aside)
-    whole = {
-        "path": "data",
-        "class_ratio": max(count.values(), default=0) / max(1, min(count[name] for name in classes)) if classes else 0.0,
-        "sound_share": len(sound) / max(1, sum(record.code not in HARMLESS or not record.decodes for record in records) + lost),
-        "leaks": leaks,
-    }
-    columns = ["path", "images", "in_train", "split"]
-    return {"images": table.to_pandas(), "classes": pd.DataFrame(rows, columns=columns), "whole": pd.DataFrame([whole])}
+    from tasks.images.expectations import read_suite
+    from tasks.images.frames import COLUMNS
+
+    named = [name for name in dir(gxe) if name.startswith("Expect") and not name.startswith(ELSEWHERE)]
+    known = {name: sorted(set(getattr(gxe, name).__fields__) - set(Base.__fields__) - INTERNAL) for name in named}
+    path = ref.root / config.suite
+    expected = read_suite(path, known, COLUMNS, ref.classes, [check.name for check in suite(ref, config)])
+    for entry in expected:
+        try:
+            getattr(gxe, entry.expect)(**entry.arguments)
+        except ValueError as error:  # pydantic's among them
+            told = " ".join(str(error).split("\n", 1)[-1].split())
+            what = f"{config.suite}: {entry.name!r}: {entry.expect} does not take its arguments"
+            raise BadInput("suite_invalid", what, value=_said(entry.arguments), constraint=told[:300]) from None
+    return expected
 
 
-def _is_short(named: frozenset[str], train: int, val: int, test: int, free: int) -> bool:
-    """Whether a class lacks the images to stand in each split: ``free`` ones may go anywhere, train's where a split is not named.
+def own_checks(expected: Iterable[Expectation], tables: dict[str, pd.DataFrame], splits: Sequence[str | None]) -> list[Check]:
+    """The checks of ``expected``; the rows that they are about become frames of their own in ``tables``.
 
-    What is enough here can still fall badly when the sticky split is drawn; prepare says so then.
+    ``splits`` is the split that each image will be in, in the order of the table.
     """
-    if test == 0 and "test" in named and free == 0:
-        return True
-    needed = 1 + (test == 0) + (val == 0 and "val" not in named)
-    return train + free < needed and val + test + train + free > 0
+    from tasks.images.frames import rows_of
+
+    checks: list[Check] = []
+    named: dict[tuple[str, str | None, str | None], str] = {}
+    for entry in expected:
+        rows = (entry.frame, entry.of_class, entry.split)
+        if rows not in named:
+            named[rows] = f"own-{len(named) + 1}"
+            tables[named[rows]] = rows_of(tables, *rows, splits)
+        bound = _said({key: value for key, value in entry.arguments.items() if key != "column"}) or "as expected"
+        own = Check(entry.name, named[rows], entry.expect, entry.arguments, bound, "the data, or validate.suite", severity=entry.severity)
+        checks.append(own)
+    return checks
+
+
+def _said(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ').removesuffix(' value')} {value}" for key, value in arguments.items())[:200]
 
 
 def run_suite(checks: list[Check], tables: dict[str, pd.DataFrame], data_docs: Path | None) -> list[CheckResult]:
@@ -304,7 +323,7 @@ def run_suite(checks: list[Check], tables: dict[str, pd.DataFrame], data_docs: P
             found |= {result.expectation_config.meta["check"]: result for result in run.results}
     if data_docs:
         context.build_data_docs(site_names=["trainyard"])
-    return [_result(check, found.get(check.name), len(tables[check.frame])) for check in checks]
+    return [_result(check, found.get(check.name)) for check in checks]
 
 
 def _site(folder: Path) -> dict[str, Any]:
@@ -312,30 +331,36 @@ def _site(folder: Path) -> dict[str, Any]:
     return {"class_name": "SiteBuilder", "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"}, "store_backend": store}
 
 
-def _result(check: Check, result: Any, rows: int) -> CheckResult:
+def _result(check: Check, result: Any) -> CheckResult:
     """A Great Expectations result as ours. An expectation that raised, or has no result, has failed."""
+    told = partial(CheckResult, name=check.name, bound=check.bound, severity=check.severity)
     if result is None:
-        return CheckResult(name=check.name, value=None, bound=check.bound, passed=False, detail="not evaluated")
+        return told(value=None, passed=False, detail="not evaluated")
     raised = _exception(result.exception_info)
     if raised:
-        return CheckResult(name=check.name, value=None, bound=check.bound, passed=False, detail=raised)
+        return told(value=None, passed=False, detail=raised)
     content = result.result
-    value: float | int | str
-    if isinstance(content.get("observed_value"), list):
-        value = len(content["observed_value"])
-    elif "observed_value" in content:
-        value = _rounded_down(content["observed_value"]) if check.frame == "whole" else int(content["observed_value"])
-    else:
-        value = _held(content, check)
+    value = _observed(content["observed_value"]) if "observed_value" in content else _held(content, check)
     failing = [str(entry["path"]) for entry in content.get("unexpected_index_list") or []]
     shown = "; ".join(sorted(failing)[:5]) + (f" and {len(failing) - 5} more" if len(failing) > 5 else "")
-    return CheckResult(name=check.name, value=value, bound=check.bound, passed=bool(result.success), detail=shown)
+    return told(value=value, passed=bool(result.success), detail=shown)
+
+
+def _observed(value: Any) -> float | int | str:
+    """What an expectation on a whole column or table saw, as a number where it is one; of a list its length."""
+    if isinstance(value, list):
+        return len(value)
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "none given"
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return _rounded_down(float(value)) if isinstance(value, numbers.Real) and not isinstance(value, bool) else str(value)[:200]
 
 
 def _held(content: dict[str, Any], check: Check) -> float | int | str:
     """How many of the values held, or which share where the bound is one. Missing values are not judged."""
-    judged = content["element_count"] - (content.get("missing_count") or 0)
-    held = judged - content["unexpected_count"]
+    judged = content.get("element_count", 0) - (content.get("missing_count") or 0)
+    held = judged - content.get("unexpected_count", 0)
     if not judged:
         return "none given"
     return _rounded_down(held / judged) if "mostly" in check.arguments else int(held)
@@ -372,16 +397,38 @@ def _counted(items: Iterable[SetAside]) -> str:
     return ", ".join(f"{count} {code}" for code, count in sorted(Counter(item.code for item in items).items()))
 
 
+def require_dep(suite: str, pipeline: Path = Path("dvc.yaml")) -> None:
+    """Raise BadInput ``suite_invalid`` where dvc.yaml does not name the suite's file: DVC would not see that it was edited."""
+    if not suite or not pipeline.is_file():
+        return
+    deps = read_yaml(pipeline)["stages"]["validate"]["deps"]
+    if not any(suite == dep or suite.startswith(f"{dep}/") for dep in deps if isinstance(dep, str)):
+        raise BadInput(
+            "suite_invalid",
+            "the suite is no dep of stage validate in dvc.yaml, so DVC would miss its edits",
+            value=suite,
+            constraint=f"one of {', '.join(map(str, deps))}",
+            knob="its line below stages.validate.deps of dvc.yaml, or validate.suite",
+        )
+
+
+def summary(report: ValidationReport) -> str:
+    """A report that let the run go on, in one line."""
+    warned = [check.name for check in report.checks if not check.passed]
+    held = f"{len(report.checks) - len(warned)} checks held" + (f", {len(warned)} warned ({'; '.join(warned)})" if warned else "")
+    aside = f", {len(report.quarantined)} in quarantine ({_counted(report.quarantined)})" if report.quarantined else ""
+    return f"{held}, {report.sound:,} of {report.images:,} images sound{aside}; see {report.path('report.html')}"
+
+
 def main() -> None:
     """Validate the data version of this project."""
     die_with_parent()
     quiet_environment()
     params, root = load_params(), Path()
+    require_dep(params.validate_.suite)
     if params.validate_.data_docs:
         print(f"validate: Data Docs in {DATA_DOCS / 'index.html'}")
-    report = validate(DatasetRef.load(root), params.validate_, params.prepare, root)
-    aside = f", {len(report.quarantined)} in quarantine ({_counted(report.quarantined)})" if report.quarantined else ""
-    print(f"validate: {len(report.checks)} checks held, {report.sound:,} of {report.images:,} images sound{aside}; see {report.path('report.html')}")
+    print(f"validate: {summary(validate(DatasetRef.load(root), params.validate_, params.prepare, root))}")
 
 
 if __name__ == "__main__":

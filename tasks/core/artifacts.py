@@ -183,7 +183,10 @@ class DatasetRef(Artifact):
 
 
 class CheckResult(BaseModel):
-    """One check of a validation suite or a gate: what was measured, its bound, and whether it held."""
+    """One check of a validation suite or a gate: what was measured, its bound, and whether it held.
+
+    ``severity`` is written only where it is "warn" (a failure is shown and stops nothing), so that older digests hold.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
@@ -191,6 +194,7 @@ class CheckResult(BaseModel):
     bound: str
     passed: bool
     detail: str = ""
+    severity: Literal["fail", "warn"] = Field("fail", exclude_if=lambda severity: severity == "fail")
 
 
 class ValidationReport(Artifact):

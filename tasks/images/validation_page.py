@@ -73,7 +73,8 @@ def render_page(
     page: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         report=report,
         checks=[(check, shown(check)) for check in report.checks],
-        failed=[check.name for check in report.checks if not check.passed],
+        failed=[check.name for check in report.checks if not check.passed and check.severity == "fail"],
+        warned=[check.name for check in report.checks if not check.passed and check.severity == "warn"],
         digest=ref.digest,
         total_bytes=megabytes(sum(record.bytes for record in records)),
         classes=_class_bars(ref, records),
