@@ -13,7 +13,7 @@ import math
 import numbers
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.core import errors
 from tasks.core.artifacts import SPLITS, CheckResult, DatasetRef, SetAside, Split, ValidationReport, file_digests, lineage
-from tasks.core.config import PrepareConfig, ValidateConfig, load_params, read_yaml
+from tasks.core.config import DriftConfig, PrepareConfig, ValidateConfig, load_params, read_yaml
 from tasks.core.errors import BadInput
 from tasks.core.files import STATE, write_atomic
 from tasks.core.process import die_with_parent, quiet_environment
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+    from tasks.images.drift import Drift
     from tasks.images.expectations import Expectation
     from tasks.images.likeness import Likeness
     from tasks.images.table import Bounds, ImageRecord
@@ -54,6 +55,8 @@ class Check:
     knob: str = "the data"
     code: str = "validation_failed"
     severity: Literal["fail", "warn"] = "fail"
+    unmeasured: str = ""
+    """Why there is nothing to judge; such a check is not run, and holds."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
     checks = suite(ref, config)
     table = image_table(records)
     tables = frames(ref, records, table, copies.leaked)
+    checks += drift_checks(drift_of_last_batch(ref, records), config.drift, tables)
     checks += own_checks(expected, tables, _splits(ref, records, prepare) or [record.split for record in records])
     results = run_suite(checks, tables, out / DATA_DOCS if config.data_docs else None)
     quarantined = tuple(SetAside(name=record.path, code=record.code) for record in records if record.code)
@@ -239,6 +243,57 @@ def _formats() -> list[str]:
     return list(FORMATS)
 
 
+def drift_of_last_batch(ref: DatasetRef, records: Sequence[ImageRecord]) -> dict[str, Drift]:
+    """The drift of the sound images of the last batch against those of all batches before it, by measure; {} where a side has none."""
+    import numpy as np
+
+    from tasks.images.drift import drift_of_labels, drift_of_values
+    from tasks.images.shards import standings
+
+    batch = [Path(shard.file).name.split("-")[0] for shard in ref.shards]
+    last = tuple(shard for shard, number in zip(ref.shards, batch, strict=True) if number == max(batch))
+    part = ref.model_copy(update={"shards": last})
+    new = set(standings(part)) if len(last) < len(batch) else set()
+    sound = [record for record in records if not record.code]
+    sides = [record for record in sound if record.sha256 not in new], [record for record in sound if record.sha256 in new]
+    if not all(sides):
+        return {}
+    light, size = ([np.array([one(record) for record in side], np.float64) for side in sides] for one in (_brightness, _pixels))
+    labels = ([record.label for record in side] for side in sides)
+    return {"classes": drift_of_labels(*labels), "brightness": drift_of_values(*light), "size": drift_of_values(*size)}
+
+
+def _brightness(record: ImageRecord) -> float:
+    assert record.brightness is not None, "a sound image has it"
+    return record.brightness
+
+
+def _pixels(record: ImageRecord) -> float:
+    return float((record.width or 0) * (record.height or 0))
+
+
+def drift_checks(found: Mapping[str, Drift], config: DriftConfig, tables: dict[str, pd.DataFrame]) -> list[Check]:
+    """A check for each measure of drift; its index becomes the column psi_MEASURE of the frame ``whole``."""
+    from tasks.images.drift import CHANCE, MEASURES
+
+    bound = f"a PSI of at most {config.max_psi:g}"
+    checks = []
+    for measure in MEASURES:
+        drift = found.get(measure)
+        tables["whole"][f"psi_{measure}"] = drift.psi if drift else None
+        why = "no batch before it" if drift is None else "too few to tell" if drift.chance > CHANCE * config.max_psi else ""
+        arguments = {"column": f"psi_{measure}", "max_value": config.max_psi}
+        knob = "validate.drift, or look at the batch"
+        checks.append(
+            Check(_drift_name(measure), "whole", "ExpectColumnMaxToBeBetween", arguments, bound, knob, severity=config.severity, unmeasured=why)
+        )
+    return checks
+
+
+def _drift_name(measure: str) -> str:
+    return f"{measure} of the last batch as before"
+
+
 def own_suite(ref: DatasetRef, config: ValidateConfig) -> list[Expectation]:
     """The expectations of the project's own file, each one built once by Great Expectations to see that it takes the arguments.
 
@@ -249,13 +304,14 @@ def own_suite(ref: DatasetRef, config: ValidateConfig) -> list[Expectation]:
     import great_expectations.expectations as gxe
     from great_expectations.expectations.expectation import Expectation as Base
 
+    from tasks.images.drift import MEASURES
     from tasks.images.expectations import read_suite
     from tasks.images.frames import COLUMNS
 
     named = [name for name in dir(gxe) if name.startswith("Expect") and not name.startswith(ELSEWHERE)]
     known = {name: sorted(set(getattr(gxe, name).__fields__) - set(Base.__fields__) - INTERNAL) for name in named}
     path = ref.root / config.suite
-    expected = read_suite(path, known, COLUMNS, ref.classes, [check.name for check in suite(ref, config)])
+    expected = read_suite(path, known, COLUMNS, ref.classes, [*(check.name for check in suite(ref, config)), *map(_drift_name, MEASURES)])
     for entry in expected:
         try:
             getattr(gxe, entry.expect)(**entry.arguments)
@@ -305,7 +361,11 @@ def run_suite(checks: list[Check], tables: dict[str, pd.DataFrame], data_docs: P
     source = context.data_sources.add_pandas("trainyard")
     found: dict[str, Any] = {}
     for frame, table in tables.items():
-        expectations = [getattr(gxe, check.expectation)(**check.arguments, meta={"check": check.name}) for check in checks if check.frame == frame]
+        expectations = [
+            getattr(gxe, check.expectation)(**check.arguments, meta={"check": check.name})
+            for check in checks
+            if check.frame == frame and not check.unmeasured
+        ]
         batch = source.add_dataframe_asset(frame).add_batch_definition_whole_dataframe("all")
         definition = context.validation_definitions.add(
             gx.ValidationDefinition(name=frame, data=batch, suite=context.suites.add(gx.ExpectationSuite(name=frame, expectations=expectations)))
@@ -334,6 +394,8 @@ def _site(folder: Path) -> dict[str, Any]:
 def _result(check: Check, result: Any) -> CheckResult:
     """A Great Expectations result as ours. An expectation that raised, or has no result, has failed."""
     told = partial(CheckResult, name=check.name, bound=check.bound, severity=check.severity)
+    if check.unmeasured:
+        return told(value=check.unmeasured, passed=True)
     if result is None:
         return told(value=None, passed=False, detail="not evaluated")
     raised = _exception(result.exception_info)

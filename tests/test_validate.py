@@ -238,4 +238,4 @@ def test_the_command_says_one_line_passed_or_failed_and_phones_nobody(tmp_path: 
     [refusal] = done.stderr.strip().splitlines()
     assert refusal.startswith("error[validation_failed]: check 'images that decode' failed: cat/broken.png")
     report = "1 in quarantine (1 not_an_image); see artifacts/validation/report.html"
-    assert done.stdout.splitlines() == [f"validate: 23 checks held, 24 of 25 images sound, {report}", "2 0"]
+    assert done.stdout.splitlines() == [f"validate: 26 checks held, 24 of 25 images sound, {report}", "2 0"]

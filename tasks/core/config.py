@@ -45,6 +45,13 @@ class IngestConfig(Section):
     max_unpacked_ratio: float = Field(200.0, ge=1.0, description="largest unpacked size of an archive over its packed size, from 10 MiB")
 
 
+class DriftConfig(Section):
+    """How far the last batch of images may be from those before it."""
+
+    max_psi: float = Field(0.25, gt=0.0, description="largest population stability index of class shares, brightness and size (docs/validation.md)")
+    severity: Literal["fail", "warn"] = Field("warn", description="warn goes on, fail stops the run")
+
+
 class ValidateConfig(Section):
     """Bounds of the validation suite."""
 
@@ -56,6 +63,7 @@ class ValidateConfig(Section):
     max_class_ratio: float = Field(100.0, ge=1.0, description="largest class over smallest class, in images")
     leakage: Literal["set_aside", "fail"] = Field("set_aside", description="what to do with copies of an image that stand in two splits")
     near_duplicate_bits: int = Field(6, ge=0, le=7, description="bits of 64 in which the gradient hashes of near copies may differ")
+    drift: DriftConfig = DriftConfig()
     suite: str = Field("", description="file of further expectations (docs/validation.md), relative to the project; empty for none")
     data_docs: bool = Field(False, description="also build Great Expectations' Data Docs (they load scripts from the network)")
 
