@@ -10,16 +10,18 @@ run, after its report is written.
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.core import errors
 from tasks.core.artifacts import SPLITS, CheckResult, DatasetRef, SetAside, Split, ValidationReport, file_digests, lineage
-from tasks.core.config import PrepareConfig, ValidateConfig, load_params
+from tasks.core.config import DriftConfig, PrepareConfig, ValidateConfig, load_params, read_yaml
 from tasks.core.errors import BadInput
 from tasks.core.files import STATE, write_atomic
 from tasks.core.process import die_with_parent, quiet_environment
@@ -29,13 +31,16 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+    from tasks.images.drift import Drift
+    from tasks.images.expectations import Expectation
     from tasks.images.likeness import Likeness
     from tasks.images.table import Bounds, ImageRecord
 
-HARMLESS = frozenset({"duplicate", "leak_exact", "leak_near", "not_an_image"})
-"""Codes of what is set aside without a word against the data: copies, and files that never claimed to be images."""
 SAMPLES = 6
 DATA_DOCS = STATE / "data_docs"
+ELSEWHERE = ("ExpectQuery", "ExpectTableRowCountToEqualOther")
+"""Expectations that compare with a query or another table, which there is none of."""
+INTERNAL = {"batch_id", "row_condition", "condition_parser"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,9 @@ class Check:
     bound: str
     knob: str = "the data"
     code: str = "validation_failed"
+    severity: Literal["fail", "warn"] = "fail"
+    unmeasured: str = ""
+    """Why there is nothing to judge; such a check is not run, and holds."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +71,18 @@ class Copies:
 def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, out: Path) -> ValidationReport:
     """Write artifacts/validation below ``out``, report.json last, and return the report if the suite held.
 
-    ``prepare`` says how images are decoded and which split each will be in. The image table is held in memory, images are not.
-    Raises BadInput ``validation_failed`` (or the code of the class that is at fault) naming the first check that failed, after
+    ``prepare`` says how images are decoded and which split each will be in. The suite file lies below the root of ``ref``. The image
+    table is held in memory, images are not. Raises BadInput ``suite_invalid`` before any image is read, and
+    ``validation_failed`` (or the code of the class that is at fault) naming the first check that failed, after
     the report was written with ``success`` false.
     """
     from tasks.images.decode import policy_of
+    from tasks.images.frames import frames
     from tasks.images.shards import iter_rows
     from tasks.images.table import Bounds, image_table, inspect_all, quarantine_table
-    from tasks.images.validation_page import render_page
+    from tasks.images.validation_page import pictured, render_page
 
+    expected = own_suite(ref, config)
     bounds = Bounds(policy_of(prepare.decode), config.min_side_px, config.max_side_px)
     records: list[ImageRecord] = []
     likenesses: list[Likeness | None] = []
@@ -84,11 +95,14 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
     copies = find_copies(ref, records, likenesses, config, prepare)
     checks = suite(ref, config)
     table = image_table(records)
-    results = run_suite(checks, frames(ref, records, table, copies.leaked), out / DATA_DOCS if config.data_docs else None)
+    tables = frames(ref, records, table, copies.leaked)
+    checks += drift_checks(drift_of_last_batch(ref, records), config.drift, tables)
+    checks += own_checks(expected, tables, _splits(ref, records, prepare) or [record.split for record in records])
+    results = run_suite(checks, tables, out / DATA_DOCS if config.data_docs else None)
     quarantined = tuple(SetAside(name=record.path, code=record.code) for record in records if record.code)
     report = ValidationReport(
         made_from=lineage(ref),
-        success=all(result.passed for result in results),
+        success=all(result.passed or result.severity == "warn" for result in results),
         images=len(records),
         sound=len(records) - len(quarantined),
         checks=tuple(results),
@@ -99,13 +113,11 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
         stale.unlink(missing_ok=True)
     _write_parquet(folder / "images.parquet", table)
     _write_parquet(folder / "quarantine.parquet", quarantine_table(records))
-    write_atomic(
-        folder / "report.html",
-        render_page(ref, report, records, thumbnails, copies.pairs, small_pictures(ref, records, copies.pairs, bounds)).encode(),
-    )
+    small = small_pictures(ref, records, pictured(records, copies.pairs), bounds)
+    write_atomic(folder / "report.html", render_page(ref, report, records, thumbnails, copies.pairs, small).encode())
     report = report.model_copy(update={"files": file_digests(folder, "images.parquet", "quarantine.parquet", "report.html")}).save(out)
     for check, result in zip(checks, results, strict=True):
-        if not result.passed:
+        if not result.passed and result.severity == "fail":
             raise _failure(check, result)
     return report
 
@@ -142,19 +154,17 @@ def find_copies(
     return Copies(len(leaked), tuple((sound[one], sound[other], code) for one, other, code in shown))
 
 
-def small_pictures(ref: DatasetRef, records: list[ImageRecord], pairs: Sequence[tuple[int, int, str]], bounds: Bounds) -> dict[int, np.ndarray]:
-    """Small pictures (uint8 [H, W, 3]) of the images of the first pairs that the page shows, by their place in ``records``."""
-    from tasks.images.shards import iter_rows
+def small_pictures(ref: DatasetRef, records: list[ImageRecord], places: Iterable[int], bounds: Bounds) -> dict[int, np.ndarray]:
+    """Small pictures (uint8 [H, W, 3]) of the sound images and copies at ``places`` in ``records``, by place."""
+    from tasks.images.shards import find_rows
     from tasks.images.table import inspect
-    from tasks.images.validation_page import MOST_PAIRS
 
-    wanted = {records[place].sha256: place for pair in pairs[:MOST_PAIRS] for place in pair[:2]}
+    wanted = {records[place].sha256: place for place in places}
     found: dict[int, np.ndarray] = {}
-    for row in iter_rows(ref) if wanted else ():
-        if row.sha256 in wanted:
-            picture = inspect(row, bounds, thumbnail=True).thumbnail
-            assert picture is not None, "copies are sought among sound images"
-            found[wanted[row.sha256]] = picture
+    for row in find_rows(ref, wanted).values():
+        picture = inspect(row, bounds, thumbnail=True).thumbnail
+        assert picture is not None, "it decoded before"
+        found[wanted[row.sha256]] = picture
     return found
 
 
@@ -234,46 +244,107 @@ def _formats() -> list[str]:
     return list(FORMATS)
 
 
-def frames(ref: DatasetRef, records: list[ImageRecord], table: pa.Table, leaks: int = 0) -> dict[str, pd.DataFrame]:
-    """The three frames that the suite looks at: each image, each class (counting sound images), and the whole in one row.
+def drift_of_last_batch(ref: DatasetRef, records: Sequence[ImageRecord]) -> dict[str, Drift]:
+    """The drift of the sound images of the last batch against those of all batches before it, by measure; {} where a side has none."""
+    import numpy as np
 
-    ``leaks`` is how many images are copies of one in another split.
-    """
-    import pandas as pd
+    from tasks.images.drift import drift_of_labels, drift_of_values
+    from tasks.images.shards import standings
 
+    batch = [Path(shard.file).name.split("-")[0] for shard in ref.shards]
+    last = tuple(shard for shard, number in zip(ref.shards, batch, strict=True) if number == max(batch))
+    part = ref.model_copy(update={"shards": last})
+    new = set(standings(part)) if len(last) < len(batch) else set()
     sound = [record for record in records if not record.code]
-    count = Counter(record.label for record in sound)
-    placed = Counter((record.label, record.split) for record in sound)
-    classes = sorted({*ref.classes, *count})
-    rows = [
-        {
-            "path": f"class {name!r} ({count[name]} sound images)",
-            "images": count[name],
-            "in_train": not count[name] or bool(placed[name, "train"] + placed[name, None]),
-            "split": not _is_short(frozenset(ref.splits), *(placed[name, split] for split in (*SPLITS, None))),
-        }
-        for name in classes
-    ]
-    lost = sum(item.code not in HARMLESS for item in ref.set_aside)
-    whole = {
-        "path": "data",
-        "class_ratio": max(count.values(), default=0) / max(1, min(count[name] for name in classes)) if classes else 0.0,
-        "sound_share": len(sound) / max(1, sum(record.code not in HARMLESS or not record.decodes for record in records) + lost),
-        "leaks": leaks,
-    }
-    columns = ["path", "images", "in_train", "split"]
-    return {"images": table.to_pandas(), "classes": pd.DataFrame(rows, columns=columns), "whole": pd.DataFrame([whole])}
+    sides = [record for record in sound if record.sha256 not in new], [record for record in sound if record.sha256 in new]
+    if not all(sides):
+        return {}
+    light, size = ([np.array([one(record) for record in side], np.float64) for side in sides] for one in (_brightness, _pixels))
+    labels = ([record.label for record in side] for side in sides)
+    return {"classes": drift_of_labels(*labels), "brightness": drift_of_values(*light), "size": drift_of_values(*size)}
 
 
-def _is_short(named: frozenset[str], train: int, val: int, test: int, free: int) -> bool:
-    """Whether a class lacks the images to stand in each split: ``free`` ones may go anywhere, train's where a split is not named.
+def _brightness(record: ImageRecord) -> float:
+    assert record.brightness is not None, "a sound image has it"
+    return record.brightness
 
-    What is enough here can still fall badly when the sticky split is drawn; prepare says so then.
+
+def _pixels(record: ImageRecord) -> float:
+    return float((record.width or 0) * (record.height or 0))
+
+
+def drift_checks(found: Mapping[str, Drift], config: DriftConfig, tables: dict[str, pd.DataFrame]) -> list[Check]:
+    """A check for each measure of drift; its index becomes the column psi_MEASURE of the frame ``whole``."""
+    from tasks.images.drift import CHANCE, MEASURES
+
+    bound = f"a PSI of at most {config.max_psi:g}"
+    checks = []
+    for measure in MEASURES:
+        drift = found.get(measure)
+        tables["whole"][f"psi_{measure}"] = drift.psi if drift else None
+        why = "no batch before it" if drift is None else "too few to tell" if drift.chance > CHANCE * config.max_psi else ""
+        arguments = {"column": f"psi_{measure}", "max_value": config.max_psi}
+        knob = "validate.drift, or look at the batch"
+        checks.append(
+            Check(_drift_name(measure), "whole", "ExpectColumnMaxToBeBetween", arguments, bound, knob, severity=config.severity, unmeasured=why)
+        )
+    return checks
+
+
+def _drift_name(measure: str) -> str:
+    return f"{measure} of the last batch as before"
+
+
+def own_suite(ref: DatasetRef, config: ValidateConfig) -> list[Expectation]:
+    """The expectations of the project's own file, each one built once by Great Expectations to see that it takes the arguments.
+
+    Raises BadInput ``suite_invalid``.
     """
-    if test == 0 and "test" in named and free == 0:
-        return True
-    needed = 1 + (test == 0) + (val == 0 and "val" not in named)
-    return train + free < needed and val + test + train + free > 0
+    if not config.suite:
+        return []
+    import great_expectations.expectations as gxe
+    from great_expectations.expectations.expectation import Expectation as Base
+
+    from tasks.images.drift import MEASURES
+    from tasks.images.expectations import read_suite
+    from tasks.images.frames import COLUMNS
+
+    named = [name for name in dir(gxe) if name.startswith("Expect") and not name.startswith(ELSEWHERE)]
+    known = {name: sorted(set(getattr(gxe, name).__fields__) - set(Base.__fields__) - INTERNAL) for name in named}
+    path = ref.root / config.suite
+    expected = read_suite(path, known, COLUMNS, ref.classes, [*(check.name for check in suite(ref, config)), *map(_drift_name, MEASURES)])
+    for entry in expected:
+        try:
+            getattr(gxe, entry.expect)(**entry.arguments)
+        except ValueError as error:  # pydantic's among them
+            told = " ".join(str(error).split("\n", 1)[-1].split())
+            what = f"{config.suite}: {entry.name!r}: {entry.expect} does not take its arguments"
+            raise BadInput("suite_invalid", what, value=_said(entry.arguments), constraint=told[:300]) from None
+    return expected
+
+
+def own_checks(expected: Iterable[Expectation], tables: dict[str, pd.DataFrame], splits: Sequence[str | None]) -> list[Check]:
+    """The checks of ``expected``; the rows that they are about become frames of their own in ``tables``.
+
+    ``splits`` is the split that each image will be in, in the order of the table.
+    """
+    from tasks.images.frames import rows_of
+
+    checks: list[Check] = []
+    named: dict[tuple[str, str | None, str | None], str] = {}
+    for entry in expected:
+        rows = (entry.frame, entry.of_class, entry.split)
+        if rows not in named:
+            named[rows] = f"own-{len(named) + 1}"
+            tables[named[rows]] = rows_of(tables, *rows, splits)
+        bound = _said({key: value for key, value in entry.arguments.items() if key != "column"}) or "as expected"
+        own = Check(entry.name, named[rows], entry.expect, entry.arguments, bound, "the data, or validate.suite", severity=entry.severity)
+        checks.append(own)
+    return checks
+
+
+def _said(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ').removesuffix(' value')} {value}" for key, value in arguments.items())[:200]
 
 
 def run_suite(checks: list[Check], tables: dict[str, pd.DataFrame], data_docs: Path | None) -> list[CheckResult]:
@@ -291,7 +362,11 @@ def run_suite(checks: list[Check], tables: dict[str, pd.DataFrame], data_docs: P
     source = context.data_sources.add_pandas("trainyard")
     found: dict[str, Any] = {}
     for frame, table in tables.items():
-        expectations = [getattr(gxe, check.expectation)(**check.arguments, meta={"check": check.name}) for check in checks if check.frame == frame]
+        expectations = [
+            getattr(gxe, check.expectation)(**check.arguments, meta={"check": check.name})
+            for check in checks
+            if check.frame == frame and not check.unmeasured
+        ]
         batch = source.add_dataframe_asset(frame).add_batch_definition_whole_dataframe("all")
         definition = context.validation_definitions.add(
             gx.ValidationDefinition(name=frame, data=batch, suite=context.suites.add(gx.ExpectationSuite(name=frame, expectations=expectations)))
@@ -309,7 +384,7 @@ def run_suite(checks: list[Check], tables: dict[str, pd.DataFrame], data_docs: P
             found |= {result.expectation_config.meta["check"]: result for result in run.results}
     if data_docs:
         context.build_data_docs(site_names=["trainyard"])
-    return [_result(check, found.get(check.name), len(tables[check.frame])) for check in checks]
+    return [_result(check, found.get(check.name)) for check in checks]
 
 
 def _site(folder: Path) -> dict[str, Any]:
@@ -317,30 +392,38 @@ def _site(folder: Path) -> dict[str, Any]:
     return {"class_name": "SiteBuilder", "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"}, "store_backend": store}
 
 
-def _result(check: Check, result: Any, rows: int) -> CheckResult:
+def _result(check: Check, result: Any) -> CheckResult:
     """A Great Expectations result as ours. An expectation that raised, or has no result, has failed."""
+    told = partial(CheckResult, name=check.name, bound=check.bound, severity=check.severity)
+    if check.unmeasured:
+        return told(value=check.unmeasured, passed=True)
     if result is None:
-        return CheckResult(name=check.name, value=None, bound=check.bound, passed=False, detail="not evaluated")
+        return told(value=None, passed=False, detail="not evaluated")
     raised = _exception(result.exception_info)
     if raised:
-        return CheckResult(name=check.name, value=None, bound=check.bound, passed=False, detail=raised)
+        return told(value=None, passed=False, detail=raised)
     content = result.result
-    value: float | int | str
-    if isinstance(content.get("observed_value"), list):
-        value = len(content["observed_value"])
-    elif "observed_value" in content:
-        value = _rounded_down(content["observed_value"]) if check.frame == "whole" else int(content["observed_value"])
-    else:
-        value = _held(content, check)
+    value = _observed(content["observed_value"]) if "observed_value" in content else _held(content, check)
     failing = [str(entry["path"]) for entry in content.get("unexpected_index_list") or []]
     shown = "; ".join(sorted(failing)[:5]) + (f" and {len(failing) - 5} more" if len(failing) > 5 else "")
-    return CheckResult(name=check.name, value=value, bound=check.bound, passed=bool(result.success), detail=shown)
+    return told(value=value, passed=bool(result.success), detail=shown)
+
+
+def _observed(value: Any) -> float | int | str:
+    """What an expectation on a whole column or table saw, as a number where it is one; of a list its length."""
+    if isinstance(value, list):
+        return len(value)
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "none given"
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return _rounded_down(float(value)) if isinstance(value, numbers.Real) and not isinstance(value, bool) else str(value)[:200]
 
 
 def _held(content: dict[str, Any], check: Check) -> float | int | str:
     """How many of the values held, or which share where the bound is one. Missing values are not judged."""
-    judged = content["element_count"] - (content.get("missing_count") or 0)
-    held = judged - content["unexpected_count"]
+    judged = content.get("element_count", 0) - (content.get("missing_count") or 0)
+    held = judged - content.get("unexpected_count", 0)
     if not judged:
         return "none given"
     return _rounded_down(held / judged) if "mostly" in check.arguments else int(held)
@@ -377,16 +460,38 @@ def _counted(items: Iterable[SetAside]) -> str:
     return ", ".join(f"{count} {code}" for code, count in sorted(Counter(item.code for item in items).items()))
 
 
+def require_dep(suite: str, pipeline: Path = Path("dvc.yaml")) -> None:
+    """Raise BadInput ``suite_invalid`` where dvc.yaml does not name the suite's file: DVC would not see that it was edited."""
+    if not suite or not pipeline.is_file():
+        return
+    deps = read_yaml(pipeline)["stages"]["validate"]["deps"]
+    if not any(suite == dep or suite.startswith(f"{dep}/") for dep in deps if isinstance(dep, str)):
+        raise BadInput(
+            "suite_invalid",
+            "the suite is no dep of stage validate in dvc.yaml, so DVC would miss its edits",
+            value=suite,
+            constraint=f"one of {', '.join(map(str, deps))}",
+            knob="its line below stages.validate.deps of dvc.yaml, or validate.suite",
+        )
+
+
+def summary(report: ValidationReport) -> str:
+    """A report that let the run go on, in one line."""
+    warned = [check.name for check in report.checks if not check.passed]
+    held = f"{len(report.checks) - len(warned)} checks held" + (f", {len(warned)} warned ({'; '.join(warned)})" if warned else "")
+    aside = f", {len(report.quarantined)} in quarantine ({_counted(report.quarantined)})" if report.quarantined else ""
+    return f"{held}, {report.sound:,} of {report.images:,} images sound{aside}; see {report.path('report.html')}"
+
+
 def main() -> None:
     """Validate the data version of this project."""
     die_with_parent()
     quiet_environment()
     params, root = load_params(), Path()
+    require_dep(params.validate_.suite)
     if params.validate_.data_docs:
         print(f"validate: Data Docs in {DATA_DOCS / 'index.html'}")
-    report = validate(DatasetRef.load(root), params.validate_, params.prepare, root)
-    aside = f", {len(report.quarantined)} in quarantine ({_counted(report.quarantined)})" if report.quarantined else ""
-    print(f"validate: {len(report.checks)} checks held, {report.sound:,} of {report.images:,} images sound{aside}; see {report.path('report.html')}")
+    print(f"validate: {summary(validate(DatasetRef.load(root), params.validate_, params.prepare, root))}")
 
 
 if __name__ == "__main__":

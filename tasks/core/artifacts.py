@@ -183,7 +183,10 @@ class DatasetRef(Artifact):
 
 
 class CheckResult(BaseModel):
-    """One check of a validation suite or a gate: what was measured, its bound, and whether it held."""
+    """One check of a validation suite or a gate: what was measured, its bound, and whether it held.
+
+    ``severity`` is written only where it is "warn" (a failure is shown and stops nothing), so that older digests hold.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
@@ -191,6 +194,7 @@ class CheckResult(BaseModel):
     bound: str
     passed: bool
     detail: str = ""
+    severity: Literal["fail", "warn"] = Field("fail", exclude_if=lambda severity: severity == "fail")
 
 
 class ValidationReport(Artifact):
@@ -200,7 +204,8 @@ class ValidationReport(Artifact):
     images.parquet columns: path string, label string, split string?, group string?, sha256 string, width int32,
     height int32 (as stored), mode string, format string, bytes int64, decodes bool, reason string ("" where the image is sound:
     it decodes, its sides are within bounds, and it is no copy that was set aside), phash string? (64-bit gradient hash in
-    hex). quarantine.parquet columns: path, label, sha256, code, reason.
+    hex), brightness, contrast, sharpness, entropy, aspect double? (tasks/images/statistics.py). quarantine.parquet columns: path,
+    label, sha256, code, reason.
     """
 
     PATH: ClassVar[str] = "artifacts/validation/report.json"

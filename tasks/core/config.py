@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import ipaddress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -49,6 +49,13 @@ class IngestConfig(Section):
     max_unpacked_ratio: float = Field(200.0, ge=1.0, description="largest unpacked size of an archive over its packed size, from 10 MiB")
 
 
+class DriftConfig(Section):
+    """How far the last batch of images may be from those before it."""
+
+    max_psi: float = Field(0.25, gt=0.0, description="largest population stability index of class shares, brightness and size (docs/validation.md)")
+    severity: Literal["fail", "warn"] = Field("warn", description="warn goes on, fail stops the run")
+
+
 class ValidateConfig(Section):
     """Bounds of the validation suite."""
 
@@ -60,7 +67,16 @@ class ValidateConfig(Section):
     max_class_ratio: float = Field(100.0, ge=1.0, description="largest class over smallest class, in images")
     leakage: Literal["set_aside", "fail"] = Field("set_aside", description="what to do with copies of an image that stand in two splits")
     near_duplicate_bits: int = Field(6, ge=0, le=7, description="bits of 64 in which the gradient hashes of near copies may differ")
+    drift: DriftConfig = DriftConfig()
+    suite: str = Field("", description="file of further expectations (docs/validation.md), relative to the project; empty for none")
     data_docs: bool = Field(False, description="also build Great Expectations' Data Docs (they load scripts from the network)")
+
+    @field_validator("suite")
+    @classmethod
+    def _inside(cls, suite: str) -> str:
+        if suite and (PurePosixPath(suite).is_absolute() or ".." in PurePosixPath(suite).parts):
+            raise ValueError("a path inside the project")
+        return suite
 
     @model_validator(mode="after")
     def _sides(self) -> ValidateConfig:
@@ -250,7 +266,7 @@ def load_params(path: Path = PARAMS) -> Params:
 
     Raises BadInput ``params_missing`` or ``params_invalid`` naming the key, its value and the constraint.
     """
-    return check_params(_read_yaml(path), path)
+    return check_params(read_yaml(path), path)
 
 
 def check_params(tree: Any, path: Path = PARAMS) -> Params:
@@ -263,7 +279,8 @@ def check_params(tree: Any, path: Path = PARAMS) -> Params:
         raise _explain(error, path) from None
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """The plain values of a YAML 1.2 file; raises BadInput ``params_missing``, ``params_invalid`` or ``too_large``."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -358,7 +375,7 @@ def apply_overrides(overrides: dict[str, Any], path: Path = PARAMS) -> bool:
     """
     if not overrides:
         return False
-    before = _read_yaml(path)
+    before = read_yaml(path)
     if not isinstance(before, dict):
         check_params(before, path)
     editor = YAML(typ="rt")

@@ -67,6 +67,7 @@ CODES: dict[str, str] = {
     "unreadable": "the file cannot be opened",
     "bad_file_name": "the file's name cannot be stored as text",
     "validation_failed": "the data failed its validation suite",
+    "suite_invalid": "the file of validate.suite is not there, or has an unknown key, column or expectation",
     "artifact_missing": "a file that an earlier stage writes is not there",
     "artifact_edited": "an artifact's content does not match its own digest",
     "artifact_foreign": "an artifact was made from other inputs than the ones at hand",

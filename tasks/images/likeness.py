@@ -47,13 +47,18 @@ class Copy(NamedTuple):
     of: int
 
 
-def likeness(pixels: np.ndarray) -> Likeness:
-    """The likeness of decoded ``pixels`` (uint8 [H, W, 3])."""
+def luma_of(pixels: np.ndarray) -> Image.Image:
+    """The luma (ITU-R BT.601) of decoded ``pixels`` (uint8 [H, W, 3]) as a grey image."""
+    return Image.fromarray(pixels).convert("L")
+
+
+def likeness(pixels: np.ndarray, luma: Image.Image | None = None) -> Likeness:
+    """The likeness of decoded ``pixels`` (uint8 [H, W, 3]); ``luma`` is theirs, where it is at hand."""
     height, width = pixels.shape[:2]
     digest = hashlib.blake2b(f"{height} {width} ".encode() + np.ascontiguousarray(pixels).tobytes(), digest_size=16).digest()
     if min(height, width) < MIN_SIDE_PX:
         return Likeness(digest, None, b"")
-    grey = Image.fromarray(pixels).convert("L")
+    grey = luma or luma_of(pixels)
     small = np.asarray(grey.resize((9, 8), Image.Resampling.BILINEAR), np.int16)
     if int(small.max()) - int(small.min()) < MIN_RANGE:
         return Likeness(digest, None, b"")

@@ -15,8 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from tasks.images.decode import BadImage, DecodePolicy, ImageFacts, decode, probe, to_square
-from tasks.images.likeness import Likeness, likeness
+from tasks.images.likeness import Likeness, likeness, luma_of
 from tasks.images.shards import ImageRow
+from tasks.images.statistics import NAMES as STATISTICS
+from tasks.images.statistics import Statistics, statistics
 
 SCHEMA = pa.schema(
     [
@@ -33,6 +35,7 @@ SCHEMA = pa.schema(
         ("decodes", pa.bool_()),
         ("reason", pa.string()),
         ("phash", pa.string()),
+        *((name, pa.float64()) for name in STATISTICS),
     ]
 )
 QUARANTINE_SCHEMA = pa.schema([(name, pa.string()) for name in ("path", "label", "sha256", "code", "reason")])
@@ -42,7 +45,8 @@ THUMBNAIL_PX = 48
 class ImageRecord(NamedTuple):
     """A row of images.parquet, and ``code``: "" where the image is sound. ``width`` and ``height`` are pixels as stored.
 
-    ``phash`` is the gradient hash in hex, None where the image has none (tasks/images/likeness.py).
+    ``phash`` is the gradient hash in hex, None where the image has none (tasks/images/likeness.py). The five statistics
+    (tasks/images/statistics.py) are None where it does not decode or a side is out of bounds.
     """
 
     path: str
@@ -58,6 +62,11 @@ class ImageRecord(NamedTuple):
     decodes: bool
     reason: str
     phash: str | None
+    brightness: float | None
+    contrast: float | None
+    sharpness: float | None
+    entropy: float | None
+    aspect: float | None
     code: str
 
 
@@ -86,6 +95,7 @@ def inspect(row: ImageRow, bounds: Bounds, thumbnail: bool = False) -> Inspected
         facts = None
     small: np.ndarray | None = None
     alike: Likeness | None = None
+    numbers: Statistics | None = None
     try:
         pixels = decode(row.data, bounds.policy)
     except BadImage as error:
@@ -93,13 +103,17 @@ def inspect(row: ImageRow, bounds: Bounds, thumbnail: bool = False) -> Inspected
     else:
         decodes = True
         code, reason = _check_sides(pixels, bounds)
-        alike = None if code else likeness(pixels)
+        if not code:
+            luma = luma_of(pixels)
+            alike, numbers = likeness(pixels, luma), statistics(np.asarray(luma))
         if thumbnail and not code:
             small = pixels if max(pixels.shape) <= THUMBNAIL_PX else to_square(pixels, THUMBNAIL_PX, "crop")
     width, height, mode, kind = facts[:4] if facts else (None, None, None, None)
     stored = (row.path, row.label, row.split, row.group, row.sha256)
     phash = f"{alike.hash:016x}" if alike and alike.hash is not None else None
-    record = ImageRecord(*stored, width, height, mode, kind, len(row.data), decodes, reason, phash, code)
+    brightness, contrast, sharpness, entropy, aspect = numbers or (None, None, None, None, None)
+    shown = (brightness, contrast, sharpness, entropy, aspect)
+    record = ImageRecord(*stored, width, height, mode, kind, len(row.data), decodes, reason, phash, *shown, code)
     return Inspected(record, small, alike)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tasks.core.artifacts import SPLITS, CheckResult, DatasetRef, ValidationReport
 from tasks.core.png import encode_png
+from tasks.images.charts import histogram, number, strip
 from tasks.images.table import ImageRecord
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -26,6 +27,27 @@ MOST_LISTED = 200
 MOST_PAIRS = 24
 """Pairs of copies that are shown side by side."""
 BINS = 12
+ODD_ONES = 6
+"""Pictures of each extreme."""
+LOOKS: tuple[tuple[str, str, bool, str], ...] = (
+    ("brightness", "brightness, 0-255", False, "mean luma"),
+    ("contrast", "contrast, 0-128", False, "standard deviation of luma"),
+    ("sharpness", "sharpness, logarithmic", True, "variance of the Laplacian"),
+    ("entropy", "entropy, bits", False, "of the luma histogram"),
+    ("aspect", "width over height, logarithmic", True, "as it is shown"),
+)
+"""Statistic, title, whether its scale is logarithmic, and what it is."""
+EXTREMES: tuple[tuple[str, str, int], ...] = (
+    ("darkest", "brightness", 1),
+    ("brightest", "brightness", -1),
+    ("least contrast", "contrast", 1),
+    ("blurriest", "sharpness", 1),
+    ("sharpest, or noise", "sharpness", -1),
+    ("least in them", "entropy", 1),
+    ("tallest", "aspect", 1),
+    ("widest", "aspect", -1),
+)
+"""What is shown of the ends: its title, the statistic, and 1 for the least or -1 for the largest."""
 
 
 def render_page(
@@ -39,18 +61,20 @@ def render_page(
     """The page as HTML. Every name from the data is escaped.
 
     ``thumbnails``: class -> small pictures, uint8 [H, W, 3]. ``pairs``: places in ``records`` of two images that are copies,
-    and a code; ``pictures``: place -> small picture, of the first MOST_PAIRS pairs at least.
+    and a code; ``pictures``: place -> small picture, of all ``pictured`` places.
     """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["count"] = lambda number: f"{number:,}"
     environment.filters["visible"] = visible
+    environment.filters["number"] = number
     sampled = [(name, [data_uri(picture) for picture in thumbnails[name]]) for name in ref.classes if thumbnails.get(name)]
     page: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         report=report,
         checks=[(check, shown(check)) for check in report.checks],
-        failed=[check.name for check in report.checks if not check.passed],
+        failed=[check.name for check in report.checks if not check.passed and check.severity == "fail"],
+        warned=[check.name for check in report.checks if not check.passed and check.severity == "warn"],
         digest=ref.digest,
         total_bytes=megabytes(sum(record.bytes for record in records)),
         classes=_class_bars(ref, records),
@@ -59,6 +83,9 @@ def render_page(
         sampled=sampled[:MOST_SAMPLED],
         unsampled=max(0, len(sampled) - MOST_SAMPLED),
         histograms=_histograms(records),
+        looks=_looks(records),
+        class_looks=_class_looks(records),
+        odd=[(title, [(records[place], value, data_uri(pictures[place])) for place, value in ends]) for title, ends in odd_ones(records)],
         formats=Counter(f"{record.format}, {record.mode}" for record in records if record.format).most_common(),
         copies=[(code, [(records[place], data_uri(pictures[place])) for place in (one, other)]) for one, other, code in pairs[:MOST_PAIRS]],
         copies_total=len(pairs),
@@ -71,6 +98,51 @@ def render_page(
         listed=MOST_LISTED,
     )
     return page
+
+
+def pictured(records: Sequence[ImageRecord], pairs: Sequence[tuple[int, int, str]]) -> set[int]:
+    """Places in ``records`` of the images of which the page shows a small picture beside the samples."""
+    return {place for pair in pairs[:MOST_PAIRS] for place in pair[:2]} | {place for _, ends in odd_ones(records) for place, _ in ends}
+
+
+def odd_ones(records: Sequence[ImageRecord]) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Each extreme's title, and place in ``records`` and value of its sound images, the most extreme first; none of what all share."""
+    found = []
+    for title, name, sign in EXTREMES:
+        values = sorted((sign * value, record.path, place) for place, record, value in _values(records, name))
+        if values and values[0][0] != values[-1][0]:
+            found.append((title, [(place, sign * value) for value, _, place in values[:ODD_ONES]]))
+    return found
+
+
+def _values(records: Sequence[ImageRecord], name: str) -> list[tuple[int, ImageRecord, float]]:
+    """Place, record and statistic ``name`` of the sound images that have it."""
+    return [(place, record, value) for place, record in enumerate(records) if not record.code and (value := getattr(record, name)) is not None]
+
+
+def _looks(records: Sequence[ImageRecord]) -> list[dict[str, Any]]:
+    found = []
+    for name, title, log, what in LOOKS:
+        values = [value for _, _, value in _values(records, name)]
+        if values:
+            found.append({"title": title, "what": what, **histogram(values, log)._asdict()})
+    return found
+
+
+def _class_looks(records: Sequence[ImageRecord]) -> dict[str, Any]:
+    """For brightness, contrast and sharpness the range of each class on one scale: ``columns`` (title, low, high) and ``rows``."""
+    columns, strips = [], []
+    for name, title, log, _ in LOOKS[:3]:
+        of_class: dict[str, list[float]] = {}
+        for _, record, value in _values(records, name):
+            of_class.setdefault(record.label, []).append(value)
+        every = [value for values in of_class.values() for value in values]
+        if every:
+            columns.append((title, min(every), max(every)))
+            strips.append({label: strip(values, min(every), max(every), log) for label, values in of_class.items()})
+    labels = sorted({label for column in strips for label in column})
+    rows = [(label, [column.get(label, "") for column in strips]) for label in labels[:MOST_SAMPLED]]
+    return {"columns": columns, "rows": rows, "more": max(0, len(labels) - MOST_SAMPLED)}
 
 
 def visible(text: str) -> str:
