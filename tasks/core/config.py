@@ -67,7 +67,7 @@ class ValidateConfig(Section):
     max_class_ratio: float = Field(100.0, ge=1.0, description="largest class over smallest class, in images")
     leakage: Literal["set_aside", "fail"] = Field("set_aside", description="what to do with copies of an image that stand in two splits")
     near_duplicate_bits: int = Field(6, ge=0, le=7, description="bits of 64 in which the gradient hashes of near copies may differ")
-    drift: DriftConfig = DriftConfig()
+    drift: DriftConfig = Field(DriftConfig(), description="how far the last batch of images may be from those before it")
     suite: str = Field("", description="file of further expectations (docs/validation.md), relative to the project; empty for none")
     data_docs: bool = Field(False, description="also build Great Expectations' Data Docs (they load scripts from the network)")
 
