@@ -17,7 +17,7 @@ from tasks.core import errors
 from tasks.core.artifacts import SPLITS, DatasetRef, DecodeSpec, ImageCache, Split, ValidationReport, file_digests, lineage
 from tasks.core.config import PrepareConfig, load_params
 from tasks.core.errors import BadInput
-from tasks.core.files import canonical_json, digest_of, publish_dir, write_atomic
+from tasks.core.files import canonical_json, digest_of, home_of, publish_dir, write_atomic
 from tasks.core.process import die_with_parent, quiet_environment
 
 if TYPE_CHECKING:
@@ -36,11 +36,13 @@ CHUNK_IMAGES, CHUNK_BYTES = 32, 1_000_000
 def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, out: Path) -> ImageCache:
     """Write artifacts/cache below ``out``: all of it, index.json last, or nothing.
 
-    Every sound image of ``report``'s table gets its sticky split (tasks.images.splits) and is decoded and resized once. The
+    Every sound image of ``report``'s table gets its sticky split (tasks.images.splits) and is decoded and resized once, or copied from
+    a former cache of the same decode spec (tasks.images.former), which changes no byte. The
     table is held in memory, pixels and encoded bytes are not. Raises BadInput ``validation_failed``, ``artifact_foreign``,
     ``artifact_edited``, ``class_too_small``, ``class_not_in_train``, ``group_straddles``, or an image's own code where it no
     longer decodes.
     """
+    from tasks.images import former
     from tasks.images.cache import CacheWriter, digest_of_labels
 
     report.require_made_from(ref)
@@ -52,6 +54,7 @@ def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, ou
     entries = _entries(ref, report, config)
     with publish_dir((out / ImageCache.PATH).parent) as folder:
         with CacheWriter(folder, decode.image_size, entries) as writer:
+            former.copy_former(home_of(out), decode, writer)
             _decode_all(ref, decode, writer)
             writer.write_tables()
         cache = ImageCache(
@@ -64,7 +67,9 @@ def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, ou
         )
         cache = cache.model_copy(update={"digest": digest_of(cache.content())})
         write_atomic(folder / Path(ImageCache.PATH).name, canonical_json(cache.model_dump(mode="json")))
-    return ImageCache.load(out)
+    cache = ImageCache.load(out)
+    former.keep(home_of(out), cache, config.reuse_mb)
+    return cache
 
 
 def _entries(ref: DatasetRef, report: ValidationReport, config: PrepareConfig) -> dict[Split, list[Entry]]:
@@ -134,13 +139,13 @@ def _decode_all(ref: DatasetRef, decode: DecodeSpec, writer: CacheWriter) -> Non
 
 
 def _chunks(ref: DatasetRef, writer: CacheWriter) -> Iterator[list[ImageRow]]:
-    """The rows of the data that have a place in the cache, some at a time."""
+    """The rows of the data whose pixels the cache lacks, some at a time."""
     from tasks.images.shards import iter_rows
 
     chunk: list[ImageRow] = []
     size = 0
-    for row in iter_rows(ref):
-        if row.sha256 in writer.place:
+    for row in iter_rows(ref, writer.lacks):
+        if writer.lacks(row.sha256):
             chunk.append(row)
             size += len(row.data)
             if len(chunk) >= CHUNK_IMAGES or size >= CHUNK_BYTES:

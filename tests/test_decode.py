@@ -22,6 +22,7 @@ import pytest
 from PIL import Image
 
 from tasks.core.artifacts import DecodeSpec
+from tasks.images import decode as decoder
 from tasks.images.decode import FORMATS, STATUS, BadImage, DecodePolicy, decode, load_pixels, policy_of, probe, status_of, to_square
 
 ROOT = Path(__file__).parents[1]
@@ -366,6 +367,65 @@ def test_mutated_pictures_give_pixels_or_bad_image(capfd: pytest.CaptureFixture[
                 assert pixels.shape[0] * pixels.shape[1] <= SMALL.max_pixels
     assert min(outcomes.values()) > 100, outcomes
     assert "Fax4Decode" not in capfd.readouterr().err
+
+
+def plain_pictures() -> list[bytes]:
+    """What ``_plain`` knows: JPEGs of one and three layers, baseline and progressive, with restarts; PNGs of grey and RGB."""
+    rng = np.random.default_rng(4)
+    noise = Image.fromarray(rng.integers(0, 256, (19, 23, 3), dtype=np.uint8))
+    jpegs: list[dict[str, Any]] = [{}, {"progressive": True}, {"subsampling": 0, "quality": 98}, {"restart_marker_rows": 1}, {"optimize": True}]
+    files = [encode(picture, "JPEG", **options) for picture in (blocks(), noise, noise.convert("L")) for options in jpegs]
+    return files + [encode(picture, "PNG") for picture in (blocks(), noise, noise.convert("L"))]
+
+
+def outcome(data: bytes, policy: DecodePolicy) -> tuple[Any, Any]:
+    """Facts and pixels, or the codes and words of the refusals."""
+    found: list[Any] = []
+    for read in (probe, lambda data, policy: decode(data, policy).tobytes()):
+        try:
+            found.append(read(data, policy))
+        except BadImage as error:
+            found.append((error.code, str(error)))
+    return found[0], found[1]
+
+
+@pytest.mark.timeout(60)
+def test_the_short_way_through_plain_files_changes_no_pixel_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attack: plain files, whole, cut, mutated and with headers of their own making; each also read by Pillow's reader alone."""
+    rng = random.Random(4)
+    files = plain_pictures()
+    assert all(decoder._plain(data, "PNG" if data[1:4] == b"PNG" else "JPEG") for data in files)
+    cases = [*files, *GOOD.values()]
+    for data in files:
+        cases += [data[:cut] for cut in rng.sample(range(len(data)), 20)]
+        for _ in range(150):
+            broken = bytearray(data)
+            at = rng.randrange(len(broken)) if rng.random() < 0.4 else rng.randrange(min(200, len(broken)))
+            broken[at] = rng.choice((0, 1, 8, 255, broken[at] ^ 1 << rng.randrange(8)))
+            if data[1:4] == b"PNG" and rng.random() < 0.8:  # else nearly all end at the checksum
+                size = struct.unpack_from(">I", broken, 33)[0]
+                broken[29:33] = zlib.crc32(broken[12:29]).to_bytes(4, "big")
+                if 41 + size + 4 <= len(broken):
+                    broken[41 + size : 45 + size] = zlib.crc32(broken[37 : 41 + size]).to_bytes(4, "big")
+            cases.append(bytes(broken))
+    short = [outcome(data, SMALL) for data in cases]
+    taken = sum(isinstance(pixels, bytes) for _, pixels in short)
+    assert 500 < taken < len(cases) - 500, f"{taken} of {len(cases)}"
+    monkeypatch.setattr(decoder, "_plain", lambda data, kind: None)
+    for data, found in zip(cases, short, strict=True):
+        assert outcome(data, SMALL) == found, data.hex()
+
+
+def test_refused_plain_files_leave_no_memory_behind() -> None:
+    """Attack: a decoder that stops half way through a file, 5,000 times; each holds at least 20 kB until it is let go."""
+    files = [data[: len(data) * 2 // 3] for data in plain_pictures()]
+    peaks = []
+    for _ in range(2):
+        for index in range(2_500):
+            data = files[index % len(files)]
+            assert refused(data) == "image_truncated"
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert peaks[1] - peaks[0] < 10_000, "kB"
 
 
 def test_threads_decode_as_one_does_and_pillows_globals_stay() -> None:

@@ -27,7 +27,7 @@ from tasks.images.decode import decode, policy_of, to_square
 from tasks.prepare import prepare
 
 ROOT = Path(__file__).parents[1]
-CONFIG = PrepareConfig(image_size=8, val_share=0.25, test_share=0.25)
+CONFIG = PrepareConfig(image_size=8, val_share=0.25, test_share=0.25, reuse_mb=0.0)
 CLASSES = ("ant", "bee")
 
 

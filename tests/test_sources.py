@@ -371,6 +371,43 @@ def test_a_name_that_is_written_in_two_ways_is_one_entry_twice(tmp_path: Path) -
         assert refused("archive", path, tmp_path).code == "archive_duplicate_entry"
 
 
+@pytest.mark.timeout(60)
+def test_a_zip_read_in_one_go_gives_what_zipfile_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attack: stored, deflated and otherwise packed entries, names in two encodings, streamed ones, with bytes changed anywhere."""
+
+    def outcome(path: Path) -> object:
+        try:
+            return read("archive", path, tmp_path)
+        except BadInput as error:
+            return error.code, str(error)
+
+    path, rng = tmp_path / "archive", random.Random(4)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("cat/stored.png", png(1), zipfile.ZIP_STORED)
+        archive.writestr("cat/Größe.png", png(2), zipfile.ZIP_DEFLATED)
+        archive.writestr("dog/lzma.png", png(3), zipfile.ZIP_LZMA)
+        archive.writestr("dog/empty.png", b"", zipfile.ZIP_DEFLATED)
+        with archive.open("dog/streamed.png", "w", force_zip64=True) as entry:
+            entry.write(png(4))
+    whole = path.read_bytes()
+    cases = [whole]
+    for _ in range(600):
+        broken = bytearray(whole)
+        broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
+        cases.append(bytes(broken))
+    found = []
+    for case in cases:
+        path.write_bytes(case)
+        found.append(outcome(path))
+    assert isinstance(found[0], tuple)
+    assert [item.data for item in found[0][0]] == [png(2), png(1), b"", png(3), png(4)]
+    assert 50 < sum(isinstance(each, tuple) and each[0] == "archive_corrupt" for each in found) < 550
+    monkeypatch.setattr("tasks.sources.archive._zip_read", lambda file, info: None)
+    for case, expected in zip(cases, found, strict=True):
+        path.write_bytes(case)
+        assert outcome(path) == expected, case.hex()
+
+
 def test_windows_separators_in_a_zip_part_folders(tmp_path: Path) -> None:
     path = zipped(tmp_path / "archive", {name.replace("/", "\\"): data for name, data in FILES.items()})
     assert [item.name for item in read("archive", path, tmp_path)[0]] == sorted(FILES)

@@ -332,6 +332,7 @@ def test_old_files_go_and_those_in_use_stay(swept: Project) -> None:
         write_old(state / "checkpoints" / "f1" / "epoch-000001.x.pt").parent,
         write_old(state / "champion" / "0000" / "trainyard").parent,
         write_old(state / "serve" / "classifier-gone.log"),
+        write_old(state / "pixels" / "00ff" / "train.u8").parent,
         write_old(state / "system" / "0000.csv"),
         write_old(state / "checkpoints" / "f9" / ".epoch.pt.abc.part"),
         write_old(state / "downloads" / "d1" / "lock").parent,

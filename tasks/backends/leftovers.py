@@ -69,6 +69,8 @@ def old_files(root: Path, models: set[str], age_s: float, young_s: float) -> Ite
     yield from _champions(root, models, young_s)
     for path in _older(root, "system/*.csv", age_s):
         yield Leftover(f"system metrics {path.stem[:12]}", _days(path), (path,))
+    for path in _older(root, "pixels/*/", age_s):
+        yield Leftover(f"decoded pixels {path.name[:12]}", _days(path), (path,), root / STATE / "locks" / "pixels.lock")
     for pattern in UNFINISHED:
         for path in _older(root, pattern, young_s):
             yield Leftover(f"unfinished {path.relative_to(root)}", _days(path), (path,))

@@ -110,6 +110,7 @@ class PrepareConfig(Section):
     val_share: Share = Field(0.15, description="share of groups in the validation split, where the source gives none")
     test_share: Share = Field(0.20, description="share of groups in the test split, where the source gives none")
     seed: int = Field(0, ge=0, description="seed of the sticky split")
+    reuse_mb: float = Field(4096.0, ge=0.0, description="most MB (10^6 bytes) of former caches kept to copy from; 0 decodes all anew")
 
     @model_validator(mode="after")
     def _shares(self) -> PrepareConfig:

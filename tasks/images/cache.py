@@ -112,13 +112,21 @@ class CacheWriter:
 
     def put(self, sha256: str, pixels: np.ndarray) -> None:
         """Store the pixels (uint8 [S, S, 3]) of one of the entries."""
-        split, row = self.place[sha256]
-        data, at = memoryview(pixels.tobytes()), row * self.row_bytes
-        assert len(data) == self.row_bytes, f"{len(data)} bytes of pixels, {self.row_bytes} expected"
+        self.put_rows([sha256], pixels.tobytes())
+
+    def put_rows(self, sha256: Sequence[str], pixels: bytes) -> None:
+        """Store the pixels of entries whose rows follow each other, given together."""
+        split, row = self.place[sha256[0]]
+        data, at = memoryview(pixels), row * self.row_bytes
+        assert len(data) == self.row_bytes * len(sha256), f"{len(data)} bytes of pixels, {self.row_bytes * len(sha256)} expected"
         while data:
             written = os.pwrite(self._files[split], data, at)
             data, at = data[written:], at + written
-        self._missing.discard(sha256)
+        self._missing.difference_update(sha256)
+
+    def lacks(self, sha256: str) -> bool:
+        """Whether it is an entry whose pixels have not been put."""
+        return sha256 in self._missing
 
     def missing(self) -> list[str]:
         """The entries whose pixels have not been put, by sha256."""

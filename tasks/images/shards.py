@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -59,16 +59,18 @@ class Standing(NamedTuple):
     split: str | None
 
 
-def iter_rows(ref: DatasetRef) -> Iterator[ImageRow]:
+def iter_rows(ref: DatasetRef, wanted: Callable[[str], bool] | None = None) -> Iterator[ImageRow]:
     """Every image of a data version in shard order, label layers applied, removed ones left out.
 
-    Holds one row group at a time. Raises BadInput ``artifact_missing`` or ``artifact_edited`` for a lost or damaged shard.
+    Holds one row group at a time. With ``wanted``, asked of the sha256s in a row group, groups that hold none of those wanted
+    are not read; of the others all rows come. Raises BadInput ``artifact_missing`` or ``artifact_edited`` for a lost or damaged shard.
     """
     changes = _changes(ref)
     for shard in ref.shards:
         with _reading(ref, shard.file) as table:
             for group in range(table.num_row_groups):
-                yield from _apply(table.read_row_group(group), changes)
+                if wanted is None or any(map(wanted, table.read_row_group(group, columns=["sha256"])["sha256"].to_pylist())):
+                    yield from _apply(table.read_row_group(group), changes)
 
 
 def find_rows(ref: DatasetRef, wanted: Iterable[str]) -> dict[str, ImageRow]:

@@ -79,6 +79,8 @@ def claims_image(name: str, data: bytes) -> bool:
 
 def is_storable(name: str) -> bool:
     """Whether a name is UTF-8 and no part of it is longer than file systems take."""
+    if name.isascii() and len(name) <= NAME_MAX:
+        return True
     try:
         return all(len(part.encode()) <= NAME_MAX for part in name.split("/"))
     except UnicodeEncodeError:
@@ -171,7 +173,7 @@ class _Tree:
     def __init__(self, files: Iterable[str], folders: Iterable[str]) -> None:
         self.files = sorted(files)
         inside: dict[str, set[str]] = {"": set()}
-        for name in (*(name.rpartition("/")[0] for name in self.files), *folders):
+        for name in dict.fromkeys((*(name.rpartition("/")[0] for name in self.files), *folders)):
             at = ""
             for part in filter(None, name.split("/")):
                 inside.setdefault(at, set()).add(part)
