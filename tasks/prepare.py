@@ -47,7 +47,7 @@ def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, ou
 
     report.require_made_from(ref)
     if not report.success:
-        failed = ", ".join(check.name for check in report.checks if not check.passed)
+        failed = ", ".join(check.name for check in report.checks if not check.passed and check.severity == "fail")
         raise BadInput("validation_failed", "the data failed its validation", value=failed or None, constraint="a passed report", knob="the data")
     report.verify()
     decode = DecodeSpec(image_size=config.image_size, resize=config.resize, **config.decode.model_dump())

@@ -86,6 +86,26 @@ def mirror(url: str, root: Path) -> Path:
     return view / files[0].name if single else view
 
 
+def reader(url: str) -> Callable[[str, int], bytes | str]:
+    """A function of (name, most bytes) that gives the bytes of a file below the folder ``url``, or the code of why not.
+
+    It raises as ``mirror`` does; names are taken as they stand, ``..`` in them is the caller's to refuse.
+    """
+    store, path = _store(url, _scheme(url))
+
+    def read(name: str, most: int) -> bytes | str:
+        def ask() -> bytes | str:
+            try:
+                data: bytes = store.cat_file(f"{path.rstrip('/')}/{name}", start=0, end=most + 1)
+            except FileNotFoundError:
+                return "missing_file"
+            return data if len(data) <= most else "image_too_large"
+
+        return _asked(ask, url)
+
+    return read
+
+
 def fingerprint(url: str) -> str:
     """A text that differs once the store lists something else: names, sizes and versions; nothing is downloaded. Raises as ``mirror`` does."""
     scheme = _scheme(url)

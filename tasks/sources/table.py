@@ -3,6 +3,8 @@
     path,label                  paths are relative to the manifest's folder and never lead out of it
     images/a.png,cat            (a Parquet manifest may hold the image's bytes instead of a path)
 
+A URL is fetched where the option ``web`` allows it (tasks/sources/web.py); relative paths of a manifest in a store are read from there.
+
 A manifest is read twice: the first time every row is checked, nothing is opened, and only paths and labels are kept (a million
 rows fit in some hundred MB); the second time the images are read, one by one, in the order of the rows.
 """
@@ -11,25 +13,30 @@ from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 import json
 import os
 import posixpath
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from tasks.core.artifacts import SetAside, Split
-from tasks.core.errors import BadInput
-from tasks.core.files import sha256_file
-from tasks.sources import Item, Limits, Notice, Source, fingerprint, source
+from tasks.core.errors import BadInput, TrainyardError
+from tasks.core.files import digest_of, sha256_file
+from tasks.sources import Item, Limits, Notice, Source, fingerprint, remote, source
 from tasks.sources.columns import Columns, choose, label_text, split_of
 from tasks.sources.folder import read_file
 from tasks.sources.layout import is_storable, located, printable, refuse_collisions
 from tasks.sources.parquet import open_shard, rows_of
+from tasks.sources.remote import is_url
+from tasks.sources.web import WebPolicy, fetch, masked, refused
 
 KIND = "a CSV, TSV, JSON Lines or Parquet manifest"
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
@@ -39,6 +46,8 @@ CELL_MAX = 4096
 """Characters of a path or URL: what Linux takes (PATH_MAX), or more."""
 SMALL = 64 << 20
 """Bytes up to which a manifest is read whole for its fingerprint."""
+AHEAD = 8
+"""URLs that are fetched ahead of the one that is due; as many files may be in memory."""
 HINTS = 20
 """Near matches that are told, of paths that are not there."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:|//")
@@ -53,9 +62,10 @@ class TableOptions(Columns):
     format: Literal["", "csv", "tsv", "jsonl", "parquet"] = Field("", description="empty: by the ending of the name")
     delimiter: str = Field("", max_length=1, description="between a CSV's cells; empty: a comma, or a tab in TSV")
     classes: list[str] = Field([], description="the classes there are; another label is set aside. Empty: whatever labels stand there")
+    web: WebPolicy | None = Field(None, description="what may be fetched where cells are URLs; without it they are set aside")
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """A row by its line (or its number, in Parquet), and its cells; ``image`` is None where it is a bad row."""
 
     line: int
@@ -82,14 +92,18 @@ def table(location: str, root: Path, limits: Limits, options: TableOptions) -> S
     ``manifest_corrupt``, ``class_name_collision``, ``unknown_split``, or ``leak_exact`` where one path stands in two splits.
     """
     path, form = _manifest(location, root, options)
-    check = _Check(path, options)
+    check = Check(path.name, options.classes, options.web)
     try:
         for row in _rows(path, form, options):
             check.add(row)
     except UnicodeDecodeError:
         raise _encoding(path) from None
     check.finish()
-    return Source(_items(path, form, options, check, limits), tuple(options.classes), notices=check.notices)
+    read = _beside(location, limits) if is_url(location) and not location.startswith("file:") else _below(path.parent, check, limits)
+    items: Iterator[Item | SetAside] = items_of(check, read, limits)
+    if check.bytes_rows:
+        items = itertools.chain(items, _items_of_bytes(path, form, options, limits))
+    return Source(items, tuple(options.classes), notices=check.notices)
 
 
 @fingerprint("table")
@@ -113,11 +127,11 @@ def _manifest(location: str, root: Path, options: TableOptions) -> tuple[Path, s
     return path, form
 
 
-class _Check:
-    """The first reading: what stands in the manifest, once for each path, and what is set aside."""
+class Check:
+    """The first reading: what stands in the list ``name``, once for each path or URL, and what is set aside."""
 
-    def __init__(self, path: Path, options: TableOptions) -> None:
-        self._name, self._classes = path.name, frozenset(options.classes)
+    def __init__(self, name: str, classes: Iterable[str], web: WebPolicy | None) -> None:
+        self._name, self._classes, self.web = name, frozenset(classes), web
         self._labels: dict[str, str] = {}
         self._rows = self._repeats = self._trimmed = 0
         self.said: dict[str, _Said] = {}
@@ -126,7 +140,7 @@ class _Check:
         self.conflicts: set[str] = set()
         self.notices: list[Notice] = []
 
-    def add(self, row: _Row) -> None:
+    def add(self, row: Row) -> None:
         """Take a row; raises BadInput ``unknown_split`` or ``leak_exact``."""
         self._rows += 1
         where = f"{self._name} line {row.line}"
@@ -140,7 +154,7 @@ class _Check:
                 return
         split = split_of(row.split, where)
         label = label_text(row.label)
-        code = _refused(name) or ("bad_row" if label is None else "" if label else "missing_label")
+        code = _refused(name, self.web) or ("bad_row" if label is None else "" if label else "missing_label")
         if not code and self._classes and label not in self._classes:
             code = "unknown_class"
         if code or label is None:
@@ -169,7 +183,8 @@ class _Check:
             self._set_aside(name, "conflicting_label")
 
     def _set_aside(self, name: str, code: str) -> None:
-        self.aside.append(SetAside(name=printable(_USER.sub("//***@", name[:1024])), code=code))
+        shown = name[:1024].partition("?")[0] if _URL.match(name) else name[:1024]  # a query may hold a signature
+        self.aside.append(SetAside(name=printable(_USER.sub("//***@", shown)), code=code))
 
     def finish(self) -> None:
         """Refuse what can be refused only at the end; raises BadInput ``empty_manifest`` or ``class_name_collision``."""
@@ -201,31 +216,76 @@ def _group(cell: Any) -> str | None:
     return None if cell is None or cell == "" else str(cell)
 
 
-def _refused(name: str) -> str:
-    """The code of why a path is not opened, or ""."""
+def _refused(name: str, web: WebPolicy | None) -> str:
+    """The code of why a path or URL is not opened, or ""."""
     if _DRIVE.match(name) and not _URL.match(name):
         return "path_outside_root"
     if _URL.match(name):
-        return "url_not_allowed"
+        return "" if web is not None and not refused(name, web) else "url_not_allowed"
     if name.startswith(("/", "\\")) or posixpath.normpath(name).split("/")[0] == "..":
         return "path_outside_root"
     return "" if is_storable(name) else "bad_file_name"
 
 
-def _items(path: Path, form: str, options: TableOptions, check: _Check, limits: Limits) -> Iterator[Item | SetAside]:
+def items_of(check: Check, read: Callable[[str], bytes | str], limits: Limits) -> Iterator[Item | SetAside]:
+    """The images that ``check`` found, in its order: URLs fetched a few ahead, paths by ``read``, which gives bytes or a code.
+
+    Raises the last TrainyardError where there are URLs and none could be fetched.
+    """
     yield from check.aside
-    base, folders = path.parent, _Folders(path.parent)
-    for name, said in check.said.items():
-        found = folders.refused(name) or read_file(base / name, limits.max_file_bytes)
-        if isinstance(found, str):
-            if found == "missing_file" and sum(notice.code == found for notice in check.notices) < HINTS:
-                near = folders.nearest(name)
-                check.notices.append(Notice(found, f"line {said.line}: {printable(name)} is not there" + (f", {printable(near)} is" if near else "")))
-            yield SetAside(name=printable(name), code=found)
-        else:
-            yield Item(name, said.label, found, said.split, said.group)
-    if check.bytes_rows:
-        yield from _items_of_bytes(path, form, options, limits)
+    fetched: int = 0
+    failure: TrainyardError | None = None
+    entries = iter(check.said.items())
+    waiting: deque[tuple[str, _Said, Future[bytes] | None]] = deque()
+    with ThreadPoolExecutor(AHEAD, "fetch") as pool:
+        try:
+            while True:
+                for name, said in itertools.islice(entries, AHEAD + 1 - len(waiting)):
+                    url = check.web is not None and _URL.match(name) is not None
+                    waiting.append((name, said, pool.submit(fetch, name, check.web, limits.max_file_bytes) if check.web and url else None))
+                if not waiting:
+                    break
+                name, said, future = waiting.popleft()
+                try:
+                    found = read(name) if future is None else future.result()
+                    fetched += future is not None
+                except TrainyardError as error:
+                    found, failure = error.code, error
+                shown = printable(name) if future is None else url_name(name)
+                yield SetAside(name=shown, code=found) if isinstance(found, str) else Item(shown, said.label, found, said.split, said.group)
+        finally:
+            for _, _, future in waiting:
+                if future is not None:
+                    future.cancel()
+    if failure is not None and not fetched:
+        raise failure
+
+
+def url_name(url: str) -> str:
+    """The name under which the image at ``url`` is stored: without user and query, which are told by a digest of the whole where there are any."""
+    plain = masked(url)
+    return plain if plain == url else f"{plain.removesuffix('?***')}#{digest_of(url)[:12]}"
+
+
+def _below(folder: Path, check: Check, limits: Limits) -> Callable[[str], bytes | str]:
+    """Reads a path below the manifest's folder; tells near names of those that are not there."""
+    folders = _Folders(folder)
+
+    def read(name: str) -> bytes | str:
+        found = folders.refused(name) or read_file(folder / name, limits.max_file_bytes)
+        if found == "missing_file" and sum(notice.code == found for notice in check.notices) < HINTS:
+            near = folders.nearest(name)
+            line = check.said[name].line
+            check.notices.append(Notice(found, f"line {line}: {printable(name)} is not there" + (f", {printable(near)} is" if near else "")))
+        return found
+
+    return read
+
+
+def _beside(location: str, limits: Limits) -> Callable[[str], bytes | str]:
+    """Reads a path below the folder of a manifest in a store."""
+    beside = remote.reader(location.rpartition("/")[0])
+    return lambda name: beside(name, limits.max_file_bytes)
 
 
 def _items_of_bytes(path: Path, form: str, options: TableOptions, limits: Limits) -> Iterator[Item | SetAside]:
@@ -275,14 +335,14 @@ class _Folders:
         return f"{folder}/{near[0]}".lstrip("/") if near else ""
 
 
-def _rows(path: Path, form: str, options: TableOptions) -> Iterator[_Row]:
+def _rows(path: Path, form: str, options: TableOptions) -> Iterator[Row]:
     """Every row that is not blank."""
     if form == "parquet":
         shard = open_shard(path, options, [])
         image, label, split, group = shard.columns.used()
         for number, row in rows_of(shard):
             named = label_text(row[label], shard.class_names)
-            yield _Row(number, row[image], named, row.get(split), row.get(group))
+            yield Row(number, row[image], named, row.get(split), row.get(group))
         return
     try:
         with path.open(encoding="utf-8-sig", newline="") as handle:
@@ -316,7 +376,7 @@ class _Lines:
         return line
 
 
-def _csv_rows(handle: IO[str], path: Path, options: TableOptions, delimiter: str) -> Iterator[_Row]:
+def _csv_rows(handle: IO[str], path: Path, options: TableOptions, delimiter: str) -> Iterator[Row]:
     lines = _Lines(handle)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
@@ -337,17 +397,17 @@ def _csv_rows(handle: IO[str], path: Path, options: TableOptions, delimiter: str
             if "unexpected end" in str(error):
                 what = f"{path.name}: a quoted cell that begins in or after line {line} has no end"
                 raise BadInput("manifest_corrupt", what, value='"', constraint="a quote at its end") from None
-            yield _Row(line, None)
+            yield Row(line, None)
             continue
         if not row:
             continue
         if len(row) != len(names):
-            yield _Row(line, None)
+            yield Row(line, None)
         else:
-            yield _Row(line, *(row[place] if place is not None else None for place in places))
+            yield Row(line, *(row[place] if place is not None else None for place in places))
 
 
-def _json_rows(handle: IO[str], path: Path, options: TableOptions) -> Iterator[_Row]:
+def _json_rows(handle: IO[str], path: Path, options: TableOptions) -> Iterator[Row]:
     lines = _Lines(handle)
     used: tuple[str, ...] = ()
     while True:
@@ -356,14 +416,14 @@ def _json_rows(handle: IO[str], path: Path, options: TableOptions) -> Iterator[_
         except StopIteration:
             return
         except csv.Error:
-            yield _Row(lines.number, None)
+            yield Row(lines.number, None)
             continue
         if not text.strip():
             continue
         row = _json_object(text)
         if row and not used:
             used = choose(list(row), options, path.name).used()
-        yield _Row(lines.number, *(row.get(name) for name in used)) if row else _Row(lines.number, None)
+        yield Row(lines.number, *(row.get(name) for name in used)) if row else Row(lines.number, None)
 
 
 def _json_object(text: str) -> dict[str, Any]:
