@@ -42,7 +42,7 @@ from tasks.core.config import Section, check_options
 from tasks.core.errors import BadInput
 
 GROUP = "trainyard.sources"
-BUILT_IN = {name: f"tasks.sources.{name}" for name in ("archive", "arrays", "digits", "folder", "parquet", "table", "webdataset")}
+BUILT_IN = {name: f"tasks.sources.{name}" for name in ("archive", "arrays", "digits", "folder", "parquet", "sql", "table", "webdataset")}
 
 
 class Item(NamedTuple):

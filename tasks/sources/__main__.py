@@ -33,16 +33,18 @@ if TYPE_CHECKING:
 
 LIMITS = Limits()
 OPTION = re.compile(r"[A-Za-z_]\w*=")
+PASSWORD = re.compile(r"(?<=//)([^/@:]*):[^/@]*@")
 
 
 def dry_run(kind: str, location: str, root: Path, options: dict[str, Any], limits: Limits = LIMITS) -> dict[str, Any]:
     """What comes of the source ``kind``: accepted (count), classes and splits (name -> count), quarantined ({name, code}),
     ignored (count) and notices; or rejected ({code, message}). Nothing is stored, and one image is in memory at a time.
     """
+    shown = PASSWORD.sub(r"\1:***@", location)
     try:
-        return {"source": kind, "location": location, **_look(kind, location, root, options, limits)}
+        return {"source": kind, "location": shown, **_look(kind, location, root, options, limits)}
     except (BadInput, Transient) as error:
-        return {"source": kind, "location": location, "rejected": {"code": error.code, "message": str(error)}}
+        return {"source": kind, "location": shown, "rejected": {"code": error.code, "message": str(error)}}
 
 
 def _look(kind: str, location: str, root: Path, options: dict[str, Any], limits: Limits) -> dict[str, Any]:

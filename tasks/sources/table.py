@@ -10,12 +10,9 @@ rows fit in some hundred MB); the second time the images are read, one by one, i
 from __future__ import annotations
 
 import csv
-import difflib
 import json
-import os
 import posixpath
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -28,8 +25,9 @@ from tasks.core.files import sha256_file
 from tasks.sources import Item, Limits, Notice, Source, fingerprint, source
 from tasks.sources.columns import Columns, choose, label_text, split_of
 from tasks.sources.folder import read_file
-from tasks.sources.layout import is_storable, located, printable, refuse_collisions
+from tasks.sources.layout import located, printable, refuse_collisions
 from tasks.sources.parquet import open_shard, rows_of
+from tasks.sources.paths import URL, Folders, refused
 
 KIND = "a CSV, TSV, JSON Lines or Parquet manifest"
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
@@ -41,10 +39,8 @@ SMALL = 64 << 20
 """Bytes up to which a manifest is read whole for its fingerprint."""
 HINTS = 20
 """Near matches that are told, of paths that are not there."""
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:|//")
 _USER = re.compile(r"//[^/@]*@")
 """A user and password in a URL, which no report may show."""
-_DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class TableOptions(Columns):
@@ -140,7 +136,7 @@ class _Check:
                 return
         split = split_of(row.split, where)
         label = label_text(row.label)
-        code = _refused(name) or ("bad_row" if label is None else "" if label else "missing_label")
+        code = refused(name) or ("bad_row" if label is None else "" if label else "missing_label")
         if not code and self._classes and label not in self._classes:
             code = "unknown_class"
         if code or label is None:
@@ -149,7 +145,7 @@ class _Check:
         label = self._labels.setdefault(label, label)
         self._trimmed += isinstance(row.label, str) and row.label != row.label.strip()
         if name:
-            self._state(posixpath.normpath(name) if not _URL.match(name) else name, _Said(row.line, label, split, _group(row.group)))
+            self._state(posixpath.normpath(name) if not URL.match(name) else name, _Said(row.line, label, split, _group(row.group)))
 
     def _state(self, name: str, said: _Said) -> None:
         first = self.said.setdefault(name, said)
@@ -201,20 +197,9 @@ def _group(cell: Any) -> str | None:
     return None if cell is None or cell == "" else str(cell)
 
 
-def _refused(name: str) -> str:
-    """The code of why a path is not opened, or ""."""
-    if _DRIVE.match(name) and not _URL.match(name):
-        return "path_outside_root"
-    if _URL.match(name):
-        return "url_not_allowed"
-    if name.startswith(("/", "\\")) or posixpath.normpath(name).split("/")[0] == "..":
-        return "path_outside_root"
-    return "" if is_storable(name) else "bad_file_name"
-
-
 def _items(path: Path, form: str, options: TableOptions, check: _Check, limits: Limits) -> Iterator[Item | SetAside]:
     yield from check.aside
-    base, folders = path.parent, _Folders(path.parent)
+    base, folders = path.parent, Folders(path.parent)
     for name, said in check.said.items():
         found = folders.refused(name) or read_file(base / name, limits.max_file_bytes)
         if isinstance(found, str):
@@ -239,40 +224,6 @@ def _items_of_bytes(path: Path, form: str, options: TableOptions, limits: Limits
             yield SetAside(name=name, code="image_too_large")
         else:
             yield Item(name, label, data, split_of(row.split, f"{path.name} row {row.line}"), _group(row.group))
-
-
-class _Folders:
-    """What lies in the folders below ``base``: each is looked at once."""
-
-    def __init__(self, base: Path) -> None:
-        self._base = base
-        self._plain: dict[str, bool] = {"": True}
-
-    def refused(self, name: str) -> str:
-        """``symlink`` where the path leads over a link, ``missing_file`` where there is nothing, else ""."""
-        if not self._is_plain(posixpath.dirname(name)):
-            return "symlink"
-        try:
-            mode = os.lstat(self._base / name).st_mode
-        except OSError:
-            return "missing_file"
-        return "symlink" if stat.S_ISLNK(mode) else "" if stat.S_ISREG(mode) else "not_a_regular_file"
-
-    def _is_plain(self, folder: str) -> bool:
-        if folder not in self._plain:
-            self._plain[folder] = self._is_plain(posixpath.dirname(folder)) and not (self._base / folder).is_symlink()
-        return self._plain[folder]
-
-    def nearest(self, name: str) -> str:
-        """The file beside ``name`` whose name is most like it, "" where none is near."""
-        folder, _, last = name.rpartition("/")
-        try:
-            with os.scandir(self._base / folder) as entries:
-                beside = [entry.name for _, entry in zip(range(10_000), entries, strict=False)]
-        except OSError:
-            return ""
-        near = [other for other in beside if other.casefold() == last.casefold()] or difflib.get_close_matches(last, beside, n=1, cutoff=0.8)
-        return f"{folder}/{near[0]}".lstrip("/") if near else ""
 
 
 def _rows(path: Path, form: str, options: TableOptions) -> Iterator[_Row]:
