@@ -152,6 +152,24 @@ def test_case_of_a_table(case: dict[str, Any], tree: Path, tmp_path: Path) -> No
     assert expect.get("hint", "") in notices.get("missing_file", "")
 
 
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in catalogue(("sql",))])
+def test_case_of_a_database(case: dict[str, Any], tree: Path, tmp_path: Path) -> None:
+    """The rows that the catalogue names by id are set aside with its codes, by ingest or by decoding; nothing is written beside the database."""
+    entry, stated, expect = tree / case["entry"], case["config"], case["expect"]
+    before = everything_below(tree)
+    location = stated["url"].replace("sqlite:///", f"sqlite:///{entry.parent}/")
+    options = {"table": stated["table"], "image": stated["image_column"], "label": stated["label_column"]}
+    told = dry_run("sql", location, tmp_path, options)
+    assert list(told["classes"]) == expect["classes"]
+    assert told["accepted"] == expect["accepted"]
+    aside = {(f"{stated['table']}/{key}", code) for key, code in expect.get("quarantined_ids", ())}
+    assert {(item["name"], item["code"]) for item in told["quarantined"]} == aside
+    ref = ingest(IngestConfig(source="sql", location=location, options=options), tmp_path)
+    assert {(item.name, item.code) for item in ref.set_aside} == aside
+    assert len(list(iter_rows(ref))) == expect["accepted"]
+    assert everything_below(tree) == before
+
+
 @pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in catalogue()])
 def test_a_dry_run_of_a_tree_says_what_ingest_and_validate_would(case: dict[str, Any], tree: Path, tmp_path: Path) -> None:
     if case["id"] in SUITE:

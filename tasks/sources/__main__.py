@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tasks.images.likeness import Likeness
 
 OPTION = re.compile(r"[A-Za-z_]\w*=")
+PASSWORD = re.compile(r"(?<=//)([^/@:]*):[^/@]*@")
 
 
 class Bounds(NamedTuple):
@@ -50,10 +51,11 @@ def dry_run(kind: str, location: str, root: Path, options: dict[str, Any], bound
     """What comes of the source ``kind``: accepted (count), classes and splits (name -> count), quarantined ({name, code}),
     ignored (count) and notices; or rejected ({code, message}). Nothing is stored, and one image is in memory at a time.
     """
+    shown = PASSWORD.sub(r"\1:***@", location)
     try:
-        return {"source": kind, "location": location, **_look(kind, location, root, options, bounds)}
+        return {"source": kind, "location": shown, **_look(kind, location, root, options, bounds)}
     except (BadInput, Transient) as error:
-        return {"source": kind, "location": location, "rejected": {"code": error.code, "message": str(error)}}
+        return {"source": kind, "location": shown, "rejected": {"code": error.code, "message": str(error)}}
 
 
 def _look(kind: str, location: str, root: Path, options: dict[str, Any], bounds: Bounds) -> dict[str, Any]:

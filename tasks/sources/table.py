@@ -12,13 +12,10 @@ rows fit in some hundred MB); the second time the images are read, one by one, i
 from __future__ import annotations
 
 import csv
-import difflib
 import itertools
 import json
-import os
 import posixpath
 import re
-import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,10 +30,11 @@ from tasks.core.files import digest_of, sha256_file
 from tasks.sources import Item, Limits, Notice, Source, fingerprint, remote, source
 from tasks.sources.columns import Columns, choose, label_text, split_of
 from tasks.sources.folder import read_file
-from tasks.sources.layout import is_storable, located, printable, refuse_collisions
+from tasks.sources.layout import located, printable, refuse_collisions
 from tasks.sources.parquet import open_shard, rows_of
+from tasks.sources.paths import URL, Folders, refused
 from tasks.sources.remote import is_url
-from tasks.sources.web import WebPolicy, fetch, masked, refused
+from tasks.sources.web import WebPolicy, fetch, masked
 
 KIND = "a CSV, TSV, JSON Lines or Parquet manifest"
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
@@ -50,10 +48,8 @@ AHEAD = 8
 """URLs that are fetched ahead of the one that is due; as many files may be in memory."""
 HINTS = 20
 """Near matches that are told, of paths that are not there."""
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:|//")
 _USER = re.compile(r"//[^/@]*@")
 """A user and password in a URL, which no report may show."""
-_DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class TableOptions(Columns):
@@ -154,7 +150,7 @@ class Check:
                 return
         split = split_of(row.split, where)
         label = label_text(row.label)
-        code = _refused(name, self.web) or ("bad_row" if label is None else "" if label else "missing_label")
+        code = refused(name, self.web) or ("bad_row" if label is None else "" if label else "missing_label")
         if not code and self._classes and label not in self._classes:
             code = "unknown_class"
         if code or label is None:
@@ -163,7 +159,7 @@ class Check:
         label = self._labels.setdefault(label, label)
         self._trimmed += isinstance(row.label, str) and row.label != row.label.strip()
         if name:
-            self._state(posixpath.normpath(name) if not _URL.match(name) else name, _Said(row.line, label, split, _group(row.group)))
+            self._state(posixpath.normpath(name) if not URL.match(name) else name, _Said(row.line, label, split, _group(row.group)))
 
     def _state(self, name: str, said: _Said) -> None:
         first = self.said.setdefault(name, said)
@@ -183,7 +179,7 @@ class Check:
             self._set_aside(name, "conflicting_label")
 
     def _set_aside(self, name: str, code: str) -> None:
-        shown = name[:1024].partition("?")[0] if _URL.match(name) else name[:1024]  # a query may hold a signature
+        shown = name[:1024].partition("?")[0] if URL.match(name) else name[:1024]  # a query may hold a signature
         self.aside.append(SetAside(name=printable(_USER.sub("//***@", shown)), code=code))
 
     def finish(self) -> None:
@@ -216,17 +212,6 @@ def _group(cell: Any) -> str | None:
     return None if cell is None or cell == "" else str(cell)
 
 
-def _refused(name: str, web: WebPolicy | None) -> str:
-    """The code of why a path or URL is not opened, or ""."""
-    if _DRIVE.match(name) and not _URL.match(name):
-        return "path_outside_root"
-    if _URL.match(name):
-        return "" if web is not None and not refused(name, web) else "url_not_allowed"
-    if name.startswith(("/", "\\")) or posixpath.normpath(name).split("/")[0] == "..":
-        return "path_outside_root"
-    return "" if is_storable(name) else "bad_file_name"
-
-
 def items_of(check: Check, read: Callable[[str], bytes | str], limits: Limits) -> Iterator[Item | SetAside]:
     """The images that ``check`` found, in its order: URLs fetched a few ahead, paths by ``read``, which gives bytes or a code.
 
@@ -241,7 +226,7 @@ def items_of(check: Check, read: Callable[[str], bytes | str], limits: Limits) -
         try:
             while True:
                 for name, said in itertools.islice(entries, AHEAD + 1 - len(waiting)):
-                    url = check.web is not None and _URL.match(name) is not None
+                    url = check.web is not None and URL.match(name) is not None
                     waiting.append((name, said, pool.submit(fetch, name, check.web, limits.max_file_bytes) if check.web and url else None))
                 if not waiting:
                     break
@@ -269,7 +254,7 @@ def url_name(url: str) -> str:
 
 def _below(folder: Path, check: Check, limits: Limits) -> Callable[[str], bytes | str]:
     """Reads a path below the manifest's folder; tells near names of those that are not there."""
-    folders = _Folders(folder)
+    folders = Folders(folder)
 
     def read(name: str) -> bytes | str:
         found = folders.refused(name) or read_file(folder / name, limits.max_file_bytes)
@@ -299,40 +284,6 @@ def _items_of_bytes(path: Path, form: str, options: TableOptions, limits: Limits
             yield SetAside(name=name, code="image_too_large")
         else:
             yield Item(name, label, data, split_of(row.split, f"{path.name} row {row.line}"), _group(row.group))
-
-
-class _Folders:
-    """What lies in the folders below ``base``: each is looked at once."""
-
-    def __init__(self, base: Path) -> None:
-        self._base = base
-        self._plain: dict[str, bool] = {"": True}
-
-    def refused(self, name: str) -> str:
-        """``symlink`` where the path leads over a link, ``missing_file`` where there is nothing, else ""."""
-        if not self._is_plain(posixpath.dirname(name)):
-            return "symlink"
-        try:
-            mode = os.lstat(self._base / name).st_mode
-        except OSError:
-            return "missing_file"
-        return "symlink" if stat.S_ISLNK(mode) else "" if stat.S_ISREG(mode) else "not_a_regular_file"
-
-    def _is_plain(self, folder: str) -> bool:
-        if folder not in self._plain:
-            self._plain[folder] = self._is_plain(posixpath.dirname(folder)) and not (self._base / folder).is_symlink()
-        return self._plain[folder]
-
-    def nearest(self, name: str) -> str:
-        """The file beside ``name`` whose name is most like it, "" where none is near."""
-        folder, _, last = name.rpartition("/")
-        try:
-            with os.scandir(self._base / folder) as entries:
-                beside = [entry.name for _, entry in zip(range(10_000), entries, strict=False)]
-        except OSError:
-            return ""
-        near = [other for other in beside if other.casefold() == last.casefold()] or difflib.get_close_matches(last, beside, n=1, cutoff=0.8)
-        return f"{folder}/{near[0]}".lstrip("/") if near else ""
 
 
 def _rows(path: Path, form: str, options: TableOptions) -> Iterator[Row]:
