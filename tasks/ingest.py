@@ -3,7 +3,8 @@
     python -m tasks.ingest      in a project's root; reads the source that params.yaml names
 
 What is stored stays stored, byte for byte: a batch holds only images that are new, a label layer says what changed about old
-ones. The embedded digits are a demonstration: any other source takes their place, and they are never mixed into other data.
+ones. What people answered in a review (the source labelstudio) stands against what other sources say. The embedded digits
+are a demonstration: any other source takes their place, and they are never mixed into other data.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tasks.core.errors import BadInput
 from tasks.core.files import STATE, digest_of, file_lock, fsync_dir, home_of
 from tasks.core.process import die_with_parent, quiet_environment
 from tasks.images.claims import RANK, Claim, Claims, Outcome, settle
-from tasks.images.shards import Standing, standings, write_layer, write_shards
+from tasks.images.shards import REVIEW, Standing, reviewed, standings, write_layer, write_shards
 from tasks.sources import Item, Limits, Source, Unread, open_source
 from tasks.sources.known import Known
 from tasks.sources.layout import claims_image, is_storable, printable, refuse_collisions
@@ -126,7 +127,13 @@ def _publish(
     config: IngestConfig,
 ) -> DatasetRef:
     """Write the batch, its layer and dataset.json below ``root``, or nothing where nothing changed."""
-    settled = {sha256: settle(found, stored.get(sha256)) for sha256, found in claims.by_image.items()}
+    fixed = reviewed(before) if before is not None and config.source != REVIEW else set()
+    settled = {}
+    for sha256, found in claims.by_image.items():
+        standing = stored.get(sha256)
+        if sha256 in fixed and standing is not None and standing.label is not None:
+            found = [claim._replace(label=standing.label) for claim in found]
+        settled[sha256] = settle(found, standing)
     after = {**stored, **{sha256: outcome.standing for sha256, outcome in settled.items() if sha256 in stored or outcome.kept}}
     check_classes(stated, {standing.label for standing in after.values() if standing.label is not None}, stored)
     changed = {sha256: standing for sha256, standing in after.items() if sha256 in stored and stored[sha256] != standing}

@@ -24,6 +24,8 @@ from tasks.core.files import fsync_dir, sha256_file
 GROUP_BYTES = 8_000_000
 GROUP_ROWS = 4096
 """A row group ends at either; it is what a reader holds."""
+REVIEW = "labelstudio"
+"""The source whose labels are people's second look at stored images: what other sources say of these does not undo them."""
 
 _TEXT = {"dtype": "string", "_type": "Value"}
 _FEATURES = {"image": {"_type": "Image"}, "label": _TEXT, "sha256": _TEXT, "split": _TEXT, "group": _TEXT}
@@ -106,6 +108,16 @@ def standings(ref: DatasetRef) -> dict[str, Standing]:
                 for path, label, sha256, split in zip(*(column.to_pylist() for column in columns), strict=True):
                     found[sha256] = Standing(path, *changes.get(sha256, (label, split)))
     return found
+
+
+def reviewed(ref: DatasetRef) -> set[str]:
+    """The sha256 of every image whose last layer came of people's answers (REVIEW), and that it did not remove."""
+    found: dict[str, bool] = {}
+    for layer in ref.layers:
+        with _reading(ref, layer.file) as table:
+            columns = table.read(["sha256", "label"]).to_pydict()
+            found |= {sha256: layer.source == REVIEW and label is not None for sha256, label in zip(*columns.values(), strict=True)}
+    return {sha256 for sha256, is_reviewed in found.items() if is_reviewed}
 
 
 def write_shards(folder: Path, batch: int, rows: Iterable[ImageRow], shard_bytes: int, source: str) -> list[Shard]:

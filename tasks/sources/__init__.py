@@ -44,9 +44,8 @@ from tasks.sources.remote import fingerprint as listed
 from tasks.sources.remote import is_url
 
 GROUP = "trainyard.sources"
-BUILT_IN = {
-    name: f"tasks.sources.{name}" for name in ("archive", "arrays", "coco", "digits", "folder", "http", "parquet", "sql", "table", "webdataset")
-}
+_KINDS = ("archive", "arrays", "coco", "digits", "folder", "http", "labelstudio", "parquet", "sql", "table", "webdataset")
+BUILT_IN = {name: f"tasks.sources.{name}" for name in _KINDS}
 
 OWN_URLS = frozenset({"http", "sql"})
 """Sources of ours that open URLs by themselves; the others read what is brought here (tasks/sources/remote.py)."""
