@@ -44,7 +44,7 @@ from tasks.sources.remote import fingerprint as listed
 from tasks.sources.remote import is_url
 
 GROUP = "trainyard.sources"
-_KINDS = ("archive", "arrays", "coco", "digits", "folder", "http", "labelstudio", "parquet", "sql", "table", "webdataset")
+_KINDS = ("archive", "arrays", "coco", "digits", "folder", "http", "labelstudio", "parquet", "sql", "table", "torchvision", "webdataset")
 BUILT_IN = {name: f"tasks.sources.{name}" for name in _KINDS}
 
 OWN_URLS = frozenset({"http", "sql"})
