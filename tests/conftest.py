@@ -32,7 +32,7 @@ GIT_AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for 
 
 
 Done = subprocess.CompletedProcess[str]
-LONGEST = ("test_week.py", "test_deployments.py", "test_stack.py")
+LONGEST = ("test_chaos.py", "test_week.py", "test_deployments.py", "test_stack.py")
 """Minutes each: they begin first, so that no core waits for the last of them at the end."""
 
 

@@ -80,7 +80,7 @@ def test_importing_the_registry_loads_no_source_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typo", "right"), [("foldr", "folder"), ("digit", "digits"), ("Archive", "archive"), ("zzz", "one of archive, arrays, digits, folder")]
+    ("typo", "right"), [("foldr", "folder"), ("digit", "digits"), ("Archive", "archive"), ("zzz", "one of archive, arrays, coco, digits, folder")]
 )
 def test_an_unknown_source_names_the_nearest(typo: str, right: str, tmp_path: Path) -> None:
     error = refused(typo, "", tmp_path)
