@@ -76,22 +76,25 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
     ``validation_failed`` (or the code of the class that is at fault) naming the first check that failed, after
     the report was written with ``success`` false.
     """
+    from threadpoolctl import threadpool_limits
+
     from tasks.images.decode import policy_of
     from tasks.images.frames import frames
     from tasks.images.shards import iter_rows
     from tasks.images.table import Bounds, image_table, inspect_all, quarantine_table
-    from tasks.images.validation_page import pictured, render_page
+    from tasks.images.validation_page import odd_ones, pictured, render_page
 
     expected = own_suite(ref, config)
     bounds = Bounds(policy_of(prepare.decode), config.min_side_px, config.max_side_px)
     records: list[ImageRecord] = []
     likenesses: list[Likeness | None] = []
     thumbnails: dict[str, list[Any]] = {name: [] for name in ref.classes}
-    for record, thumbnail, likeness in inspect_all(iter_rows(ref), bounds, SAMPLES):
-        records.append(record)
-        likenesses.append(likeness)
-        if thumbnail is not None:
-            thumbnails.setdefault(record.label, []).append(thumbnail)
+    with threadpool_limits(1, "blas"):  # over matrices this small its threads wait longer for each other than they work
+        for record, thumbnail, likeness in inspect_all(iter_rows(ref), bounds, SAMPLES):
+            records.append(record)
+            likenesses.append(likeness)
+            if thumbnail is not None:
+                thumbnails.setdefault(record.label, []).append(thumbnail)
     copies = find_copies(ref, records, likenesses, config, prepare)
     checks = suite(ref, config)
     table = image_table(records)
@@ -113,8 +116,9 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
         stale.unlink(missing_ok=True)
     _write_parquet(folder / "images.parquet", table)
     _write_parquet(folder / "quarantine.parquet", quarantine_table(records))
-    small = small_pictures(ref, records, pictured(records, copies.pairs), bounds)
-    write_atomic(folder / "report.html", render_page(ref, report, records, thumbnails, copies.pairs, small).encode())
+    odd = odd_ones(records)
+    small = small_pictures(ref, records, pictured(copies.pairs, odd), bounds)
+    write_atomic(folder / "report.html", render_page(ref, report, records, thumbnails, copies.pairs, odd, small).encode())
     report = report.model_copy(update={"files": file_digests(folder, "images.parquet", "quarantine.parquet", "report.html")}).save(out)
     for check, result in zip(checks, results, strict=True):
         if not result.passed and result.severity == "fail":
@@ -157,14 +161,13 @@ def find_copies(
 def small_pictures(ref: DatasetRef, records: list[ImageRecord], places: Iterable[int], bounds: Bounds) -> dict[int, np.ndarray]:
     """Small pictures (uint8 [H, W, 3]) of the sound images and copies at ``places`` in ``records``, by place."""
     from tasks.images.shards import find_rows
-    from tasks.images.table import inspect
+    from tasks.images.table import inspect_all
 
     wanted = {records[place].sha256: place for place in places}
     found: dict[int, np.ndarray] = {}
-    for row in find_rows(ref, wanted).values():
-        picture = inspect(row, bounds, thumbnail=True).thumbnail
+    for record, picture, _ in inspect_all(find_rows(ref, wanted).values(), bounds):
         assert picture is not None, "it decoded before"
-        found[wanted[row.sha256]] = picture
+        found[wanted[record.sha256]] = picture
     return found
 
 

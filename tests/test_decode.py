@@ -23,7 +23,7 @@ from PIL import Image
 
 from tasks.core.artifacts import DecodeSpec
 from tasks.images import decode as decoder
-from tasks.images.decode import FORMATS, STATUS, BadImage, DecodePolicy, decode, load_pixels, policy_of, probe, status_of, to_square
+from tasks.images.decode import FORMATS, STATUS, BadImage, DecodePolicy, ImageFacts, decode, load_pixels, policy_of, probe, status_of, to_square
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # pytest undoes the filter that decode sets
@@ -386,15 +386,19 @@ def outcome(data: bytes, policy: DecodePolicy) -> tuple[Any, Any]:
             found.append(read(data, policy))
         except BadImage as error:
             found.append((error.code, str(error)))
+    facts, pixels = decoder.examine(data, policy)
+    assert facts == (found[0] if isinstance(found[0], ImageFacts) else None)
+    assert ((pixels.code, str(pixels)) if isinstance(pixels, BadImage) else pixels.tobytes()) == found[1]
     return found[0], found[1]
 
 
 @pytest.mark.timeout(60)
 def test_the_short_way_through_plain_files_changes_no_pixel_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attack: plain files, whole, cut, mutated and with headers of their own making; each also read by Pillow's reader alone."""
+    """Attack: plain files, whole, cut, mutated and with headers of their own making; each also read by Pillow's reader alone, and
+    as in a Bento, where simplejpeg is not installed."""
     rng = random.Random(4)
     files = plain_pictures()
-    assert all(decoder._plain(data, "PNG" if data[1:4] == b"PNG" else "JPEG") for data in files)
+    assert all(decoder._plain(data, "PNG" if data[1:4] == b"PNG" else "JPEG", POLICY) for data in files)
     cases = [*files, *GOOD.values()]
     for data in files:
         cases += [data[:cut] for cut in rng.sample(range(len(data)), 20)]
@@ -411,9 +415,11 @@ def test_the_short_way_through_plain_files_changes_no_pixel_and_no_verdict(monke
     short = [outcome(data, SMALL) for data in cases]
     taken = sum(isinstance(pixels, bytes) for _, pixels in short)
     assert 500 < taken < len(cases) - 500, f"{taken} of {len(cases)}"
-    monkeypatch.setattr(decoder, "_plain", lambda data, kind: None)
-    for data, found in zip(cases, short, strict=True):
-        assert outcome(data, SMALL) == found, data.hex()
+    assert decoder.decode_jpeg is not None
+    for name, instead in (("decode_jpeg", None), ("_plain", lambda data, kind, policy: None)):
+        monkeypatch.setattr(decoder, name, instead)
+        for data, found in zip(cases, short, strict=True):
+            assert outcome(data, SMALL) == found, data.hex()
 
 
 def test_refused_plain_files_leave_no_memory_behind() -> None:
@@ -490,7 +496,7 @@ def test_crop_takes_the_middle_and_letterbox_keeps_all() -> None:
     assert (boxed[:8] == 9).all()
     assert (boxed[16:] == 9).all()
     assert np.array_equal(boxed[8:16], pixels)
-    with pytest.raises(ValueError, match="stretch, crop or letterbox"):
+    with pytest.raises(ValueError, match="one of stretch, crop, letterbox"):
         to_square(pixels, 8, "squash")
 
 

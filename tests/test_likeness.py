@@ -17,7 +17,20 @@ from source_trees import from_folder, write_tree
 from tasks.core.artifacts import DatasetRef, Split, ValidationReport
 from tasks.core.config import PrepareConfig, ValidateConfig
 from tasks.core.errors import BadInput
-from tasks.images.likeness import MOST_BITS, Likeness, exact_copies, leaks, likeness, near_copies, near_pairs
+from tasks.images import likeness as module
+from tasks.images.likeness import (
+    MOST_BITS,
+    Likeness,
+    exact_copies,
+    leaks,
+    likeness,
+    likenesses,
+    luma_of,
+    near_copies,
+    near_pairs,
+    shrunk,
+    triangle,
+)
 from tasks.images.shards import iter_rows
 from tasks.images.splits import Member, splitter
 from tasks.ingest import ingest
@@ -63,6 +76,29 @@ def test_many_equal_hashes_are_compared_in_steps_and_a_distance_that_the_bands_c
     assert len(near_pairs(hashes, 0)) == 300 * 299 // 2
     with pytest.raises(ValueError, match="must be 0 to 7"):
         near_pairs(hashes, MOST_BITS + 1)
+
+
+@given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 70), st.integers(0, 2**32 - 1))
+def test_shrinking_is_exact_and_what_pillow_does_but_for_one_level(images: int, high: int, wide: int, seed: int) -> None:
+    """Against whole numbers of any size, and against Pillow, which rounds after each of its two passes."""
+    lumas = np.random.default_rng(seed).integers(0, 256, (images, high, wide), np.uint8)
+    lumas[0] = np.where(lumas[0] > 127, 255, 0)
+    for height, width in ((8, 9), (16, 16)):
+        down, across = (triangle(taken, size).astype(np.int64) for taken, size in ((high, height), (wide, width)))
+        exact = [(down.T @ luma.astype(np.int64) @ across + (1 << 43)) >> 44 for luma in lumas]
+        found = shrunk(lumas, height, width)
+        assert found.tolist() == np.stack(exact).tolist()
+        pillow = [np.asarray(Image.fromarray(luma).resize((width, height), Image.Resampling.BILINEAR), np.int16) for luma in lumas]
+        assert np.abs(np.stack(pillow) - found).max() <= 1
+
+
+def test_a_stack_is_as_alike_as_its_images_and_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = np.stack([picture(seed, 40) for seed in range(5)])
+    alone = [likeness(pixels) for pixels in stack]
+    assert likenesses(stack, luma_of(stack)) == alone
+    assert len({found.pixels for found in alone}) == 5
+    monkeypatch.setattr(module, "STEP_PIXELS", 100)
+    assert likenesses(stack, luma_of(stack)) == alone
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -16,12 +16,16 @@ from source_trees import from_folder, pictures, png, write_tree
 from tasks.core.config import PrepareConfig, ValidateConfig
 from tasks.images.charts import histogram, strip
 from tasks.images.likeness import luma_of
-from tasks.images.statistics import MOST_PIXELS, statistics
+from tasks.images.statistics import MOST_PIXELS, Statistics, statistics
 from tasks.images.validation_page import odd_ones
 from tasks.ingest import ingest
 from tasks.validate import validate
 
 LOOSE = ValidateConfig(min_images_per_class=1, min_decodable_share=0.5)
+
+
+def of(luma: np.ndarray) -> Statistics:
+    return statistics(luma[None])[0]
 
 
 def plain(luma: np.ndarray) -> tuple[float, float, float, float]:
@@ -40,38 +44,44 @@ def plain(luma: np.ndarray) -> tuple[float, float, float, float]:
 @given(st.integers(3, 20), st.integers(3, 20), st.integers(0, 2**32 - 1), st.integers(1, 256))
 def test_the_numbers_are_their_definitions(height: int, width: int, seed: int, levels: int) -> None:
     luma = np.random.default_rng(seed).integers(0, levels, (height, width), np.uint8)
-    found = statistics(luma)
+    found = of(luma)
     assert found[:4] == pytest.approx(plain(luma), abs=6e-4)
     assert found.aspect == round(width / height, 4)
 
 
 def test_known_pictures_have_known_numbers() -> None:
     black, white = (np.full((8, 16), level, np.uint8) for level in (0, 255))
-    assert tuple(statistics(black)) == (0.0, 0.0, 0.0, 0.0, 2.0)
-    assert tuple(statistics(white)) == (255.0, 0.0, 0.0, 0.0, 2.0)
+    assert tuple(of(black)) == (0.0, 0.0, 0.0, 0.0, 2.0)
+    assert tuple(of(white)) == (255.0, 0.0, 0.0, 0.0, 2.0)
     chessboard = (np.indices((8, 8)).sum(axis=0) % 2 * 255).astype(np.uint8)
-    assert tuple(statistics(chessboard)) == (127.5, 127.5, 1020.0**2, 1.0, 1.0)
-    assert statistics(np.zeros((2, 9), np.uint8)).sharpness is None
-    assert statistics(np.arange(256, dtype=np.uint8).reshape(16, 16)).entropy == 8.0
+    assert tuple(of(chessboard)) == (127.5, 127.5, 1020.0**2, 1.0, 1.0)
+    assert of(np.zeros((2, 9), np.uint8)).sharpness is None
+    assert of(np.arange(256, dtype=np.uint8).reshape(16, 16)).entropy == 8.0
 
 
 def test_luma_weighs_colours_as_bt_601_does() -> None:
     colours = np.array([[[255, 0, 0], [0, 255, 0], [0, 0, 255]]], np.uint8)
-    assert np.asarray(luma_of(colours)).tolist() == [[76, 150, 29]]
+    assert luma_of(colours[None]).tolist() == [[[76, 150, 29]]]
 
 
 def test_a_large_image_is_sampled_and_says_nearly_the_same_as_the_whole_of_it() -> None:
     coarse = np.random.default_rng(5).integers(0, 256, (60, 80), np.uint8)
     luma = np.array(Image.fromarray(coarse).resize((1200, 900), Image.Resampling.BICUBIC))
     assert luma.size > MOST_PIXELS
-    found, exact = statistics(luma), plain(luma[::1, ::1])
+    found, exact = of(luma), plain(luma[::1, ::1])
     assert found[:4] == pytest.approx(exact, rel=0.05)
-    assert statistics(luma) == statistics(luma.copy())
+    assert of(luma) == of(luma.copy())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 400_000), (400_000, 1), (3, 100_000), (70_000, 3)])
 def test_any_shape_has_numbers(shape: tuple[int, int]) -> None:
-    assert statistics(np.random.default_rng(1).integers(0, 256, shape, np.uint8)).contrast >= 0
+    assert of(np.random.default_rng(1).integers(0, 256, shape, np.uint8)).contrast >= 0
+
+
+@given(st.integers(1, 6), st.integers(1, 24), st.integers(1, 24), st.integers(0, 2**32 - 1))
+def test_images_measured_together_have_the_numbers_of_each_alone(images: int, height: int, width: int, seed: int) -> None:
+    lumas = np.random.default_rng(seed).integers(0, 256, (images, height, width), np.uint8)
+    assert statistics(lumas) == [of(luma) for luma in lumas]
 
 
 def test_the_table_holds_numbers_for_sound_images_alone(tmp_path: Path) -> None:

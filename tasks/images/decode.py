@@ -1,6 +1,7 @@
 """How a file's bytes become the model's input pixels: the one function that training and the service share.
 
-Needs only numpy and Pillow, and nothing else of ours, since every Bento ships this file. The format is decided by
+Needs only numpy and Pillow, and nothing else of ours, since every Bento ships this file; simplejpeg, where it is installed, makes
+the same pixels of a small JPEG faster. The format is decided by
 content, never by name; a picture outside FORMATS is refused before any parser sees it. Only Pillow's reader of that one
 format runs: ``Image.open`` would, for a JPEG, also try the multi-picture reader, and checks sizes against a global.
 Limits stand before decoding: bytes first, then width x height as the header states it. No global that decides what is
@@ -8,8 +9,9 @@ decoded is touched, so threads may decode at once; only the messages of Pillow a
 files could fill a log with them.
 
 Of a small picture most of the time goes to the Python of Pillow's readers. The headers of the plainest JPEGs and PNGs are
-therefore read here (``_plain``) and their data handed to the same decoder in one call, as the reader would; everything else,
-and whatever that decoder refuses, goes through the reader, so that verdicts and pixels do not depend on the way.
+therefore read here (``_plain``) and their data handed to the same decoder in one call, as the reader would, or to simplejpeg, which
+refuses all that its libjpeg warns of. Everything else, and whatever those decoders refuse, goes through the reader, so that
+verdicts and pixels do not depend on the way (docs/decisions/0011).
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+try:
+    from simplejpeg import decode_jpeg
+except ImportError:  # as in a Bento
+    decode_jpeg = None
+
 READERS: dict[str, type[ImageFile]] = {
     "JPEG": JpegImageFile,
     "PNG": PngImageFile,
@@ -55,6 +62,7 @@ STATUS = {
 }
 """Code of a BadImage -> HTTP status."""
 
+RESIZES = ("stretch", "crop", "letterbox")
 WHITE = (255, 255, 255)
 TAKEN = f"send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
@@ -187,10 +195,9 @@ def policy_of(limits: Limits) -> DecodePolicy:
 def probe(data: bytes, policy: DecodePolicy) -> ImageFacts:
     """The header of an encoded image, without decoding its pixels; raises BadImage as ``decode`` does for what a header shows."""
     kind = _format(data, policy)
-    plain = _plain(data, kind)
+    plain = _plain(data, kind, policy)
     if plain is not None:
-        _check_size((plain.width, plain.height), policy)
-        return ImageFacts(plain.width, plain.height, plain.mode, kind)
+        return plain.facts
     with _open(data, kind, policy) as image:
         width, height = image.size
         if isinstance(image, TiffImageFile):  # Pillow has turned its size already
@@ -220,7 +227,22 @@ def decode(data: bytes, policy: DecodePolicy) -> np.ndarray:
     Raises:
         BadImage: ``empty_file``, ``not_an_image``, ``unsupported_format``, ``image_too_large``, ``image_truncated`` or ``image_corrupt``.
     """
-    return _array(_rgb(data, policy))
+    kind = _format(data, policy)
+    plain = _plain(data, kind, policy)
+    pixels = _decode_plain(plain) if plain is not None else None
+    return _array(_rgb(data, kind, policy)) if pixels is None else pixels
+
+
+def examine(data: bytes, policy: DecodePolicy) -> tuple[ImageFacts | None, np.ndarray | BadImage]:
+    """``probe`` and ``decode`` in one: the facts, None where the header is not taken, and the pixels, or why there are none."""
+    facts: ImageFacts | None = None
+    try:
+        plain = _plain(data, _format(data, policy), policy)
+        facts = plain.facts if plain is not None else probe(data, policy)
+        pixels = _decode_plain(plain) if plain is not None else None
+        return facts, decode(data, policy) if pixels is None else pixels
+    except BadImage as error:
+        return facts, error
 
 
 def to_square(pixels: np.ndarray, size: int, how: str, background: tuple[int, int, int] = WHITE) -> np.ndarray:
@@ -230,12 +252,14 @@ def to_square(pixels: np.ndarray, size: int, how: str, background: tuple[int, in
     and its proportions, centred on ``background``. Resampling is Pillow's BILINEAR, a triangle filter that widens with the
     reduction, so it does not alias; it works in integers, so every processor gives the same bytes.
     """
+    if pixels.shape[:2] == (size, size) and how in RESIZES:
+        return pixels
     return _array(_square(Image.fromarray(np.ascontiguousarray(pixels)), size, how, background))
 
 
 def load_pixels(data: bytes, spec: Spec) -> np.ndarray:
     """``decode`` then ``to_square``: uint8 [S, S, 3] with S = ``spec.image_size``; raises BadImage."""
-    return _array(_square(_rgb(data, policy_of(spec)), spec.image_size, spec.resize, spec.background))
+    return to_square(decode(data, policy_of(spec)), spec.image_size, spec.resize, spec.background)
 
 
 def _array(image: Image.Image) -> np.ndarray:
@@ -245,8 +269,6 @@ def _array(image: Image.Image) -> np.ndarray:
 
 def _square(image: Image.Image, size: int, how: str, background: tuple[int, int, int]) -> Image.Image:
     width, height = image.size
-    if width == height == size and how in ("stretch", "crop", "letterbox"):
-        return image
     bilinear = Image.Resampling.BILINEAR
     if how == "stretch":
         return image.resize((size, size), bilinear)
@@ -260,7 +282,7 @@ def _square(image: Image.Image, size: int, how: str, background: tuple[int, int,
         canvas = Image.new("RGB", (size, size), background)
         canvas.paste(image.resize(inner, bilinear), ((size - inner[0]) // 2, (size - inner[1]) // 2))
         return canvas
-    raise ValueError(f"resize {how!r} must be stretch, crop or letterbox")
+    raise ValueError(f"resize {how!r} must be one of {', '.join(RESIZES)}")
 
 
 def _format(data: bytes, policy: DecodePolicy) -> str:
@@ -312,29 +334,45 @@ def _refuse(head: bytes, at_128: bytes) -> NoReturn:
 class _Plain(NamedTuple):
     """A picture without alpha, orientation or anything else that only Pillow's reader knows: what its decoder is called with."""
 
-    mode: str
-    width: int
-    height: int
+    facts: ImageFacts
     data: bytes
     decoder: tuple[str, ...]
+    baseline: bool = False
+    """A JPEG whose every sample comes with one scan: of others, libjpegs smooth what is missing in their own ways."""
 
 
-def _plain(data: bytes, kind: str) -> _Plain | None:
+def _plain(data: bytes, kind: str, policy: DecodePolicy) -> _Plain | None:
+    """None where only the reader will do; raises BadImage for too many pixels."""
     if len(data) > _ONE_CALL:
         return None
-    return _plain_jpeg(data) if kind == "JPEG" else _plain_png(data) if kind == "PNG" else None
+    plain = _plain_jpeg(data) if kind == "JPEG" else _plain_png(data) if kind == "PNG" else None
+    if plain is not None:
+        _check_size(plain.facts[:2], policy)
+    return plain
+
+
+def _decode_plain(plain: _Plain) -> np.ndarray | None:
+    """The RGB pixels, uint8 [H, W, 3]; None where the decoder refuses: the reader says what is wrong."""
+    try:
+        if plain.baseline and decode_jpeg is not None:
+            pixels: np.ndarray = decode_jpeg(plain.data, "RGB", strict=True)
+            return pixels
+        image = Image.frombytes(plain.facts.mode, plain.facts[:2], plain.data, *plain.decoder)
+        return _array(image if plain.facts.mode == "RGB" else image.convert("RGB"))
+    except (ValueError, MemoryError):
+        return None
 
 
 def _plain_jpeg(data: bytes) -> _Plain | None:
     """A JPEG of 8-bit grey or three colours whose only notes are those of JFIF. Bytes out of order make it not plain."""
-    at, mode, width, height = 2, "", 0, 0
+    at, mode, width, height, baseline = 2, "", 0, 0, False
     try:
         while True:
             marker, length = struct.unpack_from(">HH", data, at)
             if length < 2 or at + 2 + length > len(data):
                 return None
             if marker == 0xFFDA:  # start of scan
-                return _Plain(mode, width, height, data, ("jpeg", mode, "")) if mode else None
+                return _Plain(ImageFacts(width, height, mode, "JPEG"), data, ("jpeg", mode, ""), baseline) if mode else None
             if marker == 0xFFDB:  # quantisation tables of 8 bits
                 if (length - 2) % 65 or any(data[table] > 15 for table in range(at + 4, at + 2 + length, 65)):
                     return None
@@ -342,7 +380,7 @@ def _plain_jpeg(data: bytes) -> _Plain | None:
                 depth, height, width, layers = struct.unpack_from(">BHHB", data, at + 4)
                 if mode or depth != 8 or not width or not height or layers not in _LAYERS or length != 8 + 3 * layers:
                     return None
-                mode = _LAYERS[layers]
+                mode, baseline = _LAYERS[layers], marker != 0xFFC2
             elif marker == 0xFFE0:  # JFIF without a thumbnail
                 if length != 16 or data[at + 4 : at + 9] != b"JFIF\0":
                     return None
@@ -367,7 +405,7 @@ def _plain_png(data: bytes) -> _Plain | None:
     if zlib.crc32(data[12:29]) != header or zlib.crc32(pixels, _CRC_IDAT) != int.from_bytes(data[end : end + 4], "big"):
         return None
     mode = "L" if colour == 0 else "RGB"
-    return _Plain(mode, width, height, pixels, ("zip", mode))
+    return _Plain(ImageFacts(width, height, mode, "PNG"), pixels, ("zip", mode))
 
 
 def _open(data: bytes, kind: str, policy: DecodePolicy) -> ImageFile:
@@ -454,15 +492,8 @@ def _check_tiff(image: TiffImageFile, policy: DecodePolicy) -> None:
         raise BadImage("image_too_large", f"the TIFF's tiles have more than {policy.max_pixels} pixels")
 
 
-def _rgb(data: bytes, policy: DecodePolicy) -> Image.Image:
-    """The whole image as Pillow mode RGB, upright."""
-    kind = _format(data, policy)
-    plain = _plain(data, kind)
-    if plain is not None:
-        _check_size((plain.width, plain.height), policy)
-        with contextlib.suppress(ValueError, MemoryError):  # of the decoder: the reader below says what is wrong
-            image = Image.frombytes(plain.mode, (plain.width, plain.height), plain.data, *plain.decoder)
-            return image if plain.mode == "RGB" else image.convert("RGB")
+def _rgb(data: bytes, kind: str, policy: DecodePolicy) -> Image.Image:
+    """The whole image as Pillow mode RGB, upright, by Pillow's reader of ``kind``."""
     with _open(data, kind, policy) as image:
         try:
             image.load()

@@ -30,12 +30,18 @@ STEP = 8 << 20
 
 def key_of(decode: DecodeSpec) -> str:
     """Hex digest of everything beside an image's bytes that its pixels depend on."""
+    from importlib.metadata import PackageNotFoundError, version
+
     import numpy as np
     from PIL import __version__, features
 
     from tasks.images import decode as module
 
     codecs = {name: features.version(name) for name in ("jpg", "libjpeg_turbo", "zlib", "webp", "libtiff", "jpg_2000")}
+    try:
+        codecs["simplejpeg"] = version("simplejpeg")
+    except PackageNotFoundError:
+        codecs["simplejpeg"] = None
     code = sha256_file(Path(module.__file__))
     return digest_of({"decode": decode.model_dump(mode="json"), "code": code, "pillow": __version__, "numpy": np.__version__, "codecs": codecs})
 

@@ -8,6 +8,7 @@ pixels a side have no hash: there is too little in them to tell a copy by.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ MIN_CORRELATION = 0.95
 SKETCH_PX = 16
 BANDS = 4
 BAND_BITS = 16
+ONE = float(1 << 22)
+STEP_PIXELS = 1 << 20
+"""Pixels that are held at once as 64-bit floats."""
 MOST_BITS = 2 * BANDS - 1
 """The largest distance for which a pair must have a band of 16 bits that differs in one bit at most."""
 RANK: dict[Split, int] = {"test": 0, "val": 1, "train": 2}
@@ -47,23 +51,68 @@ class Copy(NamedTuple):
     of: int
 
 
-def luma_of(pixels: np.ndarray) -> Image.Image:
-    """The luma (ITU-R BT.601) of decoded ``pixels`` (uint8 [H, W, 3]) as a grey image."""
-    return Image.fromarray(pixels).convert("L")
+def luma_of(pixels: np.ndarray) -> np.ndarray:
+    """The luma (ITU-R BT.601, Pillow's integer weights) of decoded ``pixels`` (uint8 [N, H, W, 3]): uint8 [N, H, W]."""
+    images, height, width, _ = pixels.shape
+    luma: np.ndarray = np.asarray(Image.fromarray(pixels.reshape(images * height, width, 3)).convert("L")).reshape(images, height, width)
+    return luma
 
 
-def likeness(pixels: np.ndarray, luma: Image.Image | None = None) -> Likeness:
-    """The likeness of decoded ``pixels`` (uint8 [H, W, 3]); ``luma`` is theirs, where it is at hand."""
-    height, width = pixels.shape[:2]
-    digest = hashlib.blake2b(f"{height} {width} ".encode() + np.ascontiguousarray(pixels).tobytes(), digest_size=16).digest()
+def likeness(pixels: np.ndarray) -> Likeness:
+    """The likeness of one decoded image (uint8 [H, W, 3])."""
+    return likenesses(pixels[None], luma_of(pixels[None]))[0]
+
+
+def likenesses(pixels: np.ndarray, lumas: np.ndarray) -> list[Likeness]:
+    """The likeness of each of N images of one shape: decoded ``pixels`` (uint8 [N, H, W, 3]) and their ``lumas`` (uint8 [N, H, W])."""
+    images, height, width = lumas.shape
+    head = hashlib.blake2b(f"{height} {width} ".encode(), digest_size=16)
+    digests = [_digest(head, image) for image in np.ascontiguousarray(pixels)]
     if min(height, width) < MIN_SIDE_PX:
-        return Likeness(digest, None, b"")
-    grey = luma or luma_of(pixels)
-    small = np.asarray(grey.resize((9, 8), Image.Resampling.BILINEAR), np.int16)
-    if int(small.max()) - int(small.min()) < MIN_RANGE:
-        return Likeness(digest, None, b"")
-    bits = np.packbits((small[:, 1:] > small[:, :-1]).ravel())
-    return Likeness(digest, int.from_bytes(bits.tobytes(), "big"), grey.resize((SKETCH_PX, SKETCH_PX), Image.Resampling.BILINEAR).tobytes())
+        return [Likeness(digest, None, b"") for digest in digests]
+    small, sketches = shrunk(lumas, 8, 9), shrunk(lumas, SKETCH_PX, SKETCH_PX)
+    textured = np.ptp(small, axis=(1, 2)) >= MIN_RANGE
+    hashes = np.packbits((small[:, :, 1:] > small[:, :, :-1]).reshape(images, 64), axis=1).view(">u8").ravel()
+    return [
+        Likeness(digest, value, sketch.tobytes()) if enough else Likeness(digest, None, b"")
+        for digest, enough, value, sketch in zip(digests, textured.tolist(), hashes.tolist(), sketches, strict=True)
+    ]
+
+
+def _digest(head: hashlib.blake2b, image: np.ndarray) -> bytes:
+    digest = head.copy()
+    digest.update(image.data)
+    return digest.digest()
+
+
+def shrunk(lumas: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Each of ``lumas`` (uint8 [N, H, W]) resized to uint8 [N, height, width] by a triangle filter that widens with the reduction.
+
+    Weights are whole numbers of 22 bits an axis, so every sum is below 2^53 and exact as a 64-bit float, whatever order a matrix
+    product takes: one rounding at the end, and the same bytes on every machine.
+    """
+    images, high, wide = lumas.shape
+    rows = np.empty((images * high, width))
+    step = max(1, STEP_PIXELS // wide)
+    for start in range(0, len(rows), step):
+        rows[start : start + step] = lumas.reshape(-1, wide)[start : start + step].astype(np.float64) @ triangle(wide, width)
+    columns = rows.reshape(images, high, width).transpose(0, 2, 1).reshape(-1, high) @ triangle(high, height)
+    sums = columns.reshape(images, width, height).transpose(0, 2, 1)
+    resized: np.ndarray = np.floor(sums / ONE**2 + 0.5).astype(np.uint8)
+    return resized
+
+
+@functools.lru_cache(256)
+def triangle(taken: int, size: int) -> np.ndarray:
+    """Weights of ``taken`` samples for each of ``size``: float64 [taken, size] of whole numbers, ONE standing for 1.
+
+    Each sample of the result weighs the samples around its centre by a triangle of half the width ``taken`` / ``size``, at least 1,
+    cut at the ends (the "bilinear" resampling with antialias of Pillow and others).
+    """
+    centres, samples = (2 * np.arange(size) + 1) * taken, (2 * np.arange(taken)[:, None] + 1) * size
+    ramps = np.maximum(0, 2 * max(taken, size) - np.abs(samples - centres))  # in whole numbers: 2 max(taken, size) stands for 1
+    weights: np.ndarray = np.rint(ramps * ONE / ramps.sum(axis=0))
+    return weights
 
 
 def near_pairs(hashes: np.ndarray, bits: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """What an image looks like in five numbers: brightness, contrast, sharpness, entropy and aspect, from its decoded pixels.
 
-All but aspect come from luma, Y' = 0.299 R' + 0.587 G' + 0.114 B' of ITU-R BT.601-7 (section 2.5.1), rounded to 0-255 by
-Pillow's integer weights. Sums are of integers and results are rounded, so equal pixels give equal numbers on every machine.
+Images of one shape are looked at together. All but aspect come from luma, Y' = 0.299 R' + 0.587 G' + 0.114 B' of ITU-R BT.601-7
+(section 2.5.1), rounded to 0-255 by Pillow's integer weights. Sums are of integers and results are rounded, so equal pixels give
+equal numbers on every machine.
 """
 
 from __future__ import annotations
@@ -27,38 +28,44 @@ class Statistics(NamedTuple):
     aspect: float
 
 
-def statistics(luma: np.ndarray) -> Statistics:
-    """The statistics of an image's ``luma`` (uint8 [H, W], neither of them 0).
+def statistics(lumas: np.ndarray) -> list[Statistics]:
+    """The statistics of each of N images of one shape by their ``lumas`` (uint8 [N, H, W], none of them 0).
 
     Sharpness is the variance of the 4-neighbour Laplacian (J. L. Pech-Pacheco et al., "Diatom autofocusing in brightfield
     microscopy: a comparative study", ICPR 2000). Each looked-at pixel is compared with its true neighbours, so sub-sampling
     estimates the variance at full size. Entropy is Shannon's.
     """
-    height, width = luma.shape
+    images, height, width = lumas.shape
     step = math.isqrt((height * width - 1) // MOST_PIXELS) + 1
-    counts = np.bincount(luma[::step, ::step].ravel(), minlength=256)
-    total = int(counts.sum())
-    first, second = int(counts @ _LEVELS), int(counts @ _SQUARES)
-    filled = counts[counts > 0].astype(np.float64)
-    return Statistics(
-        brightness=round(first / total, 3),
-        contrast=round(math.sqrt(max(0, second * total - first * first)) / total, 3),
-        sharpness=_sharpness(luma, step) if min(height, width) > 2 else None,
-        entropy=round(abs(math.log2(total) - float(filled @ np.log2(filled)) / total), 3),
-        aspect=round(width / height, 4),
-    )
+    seen = lumas[:, ::step, ::step]
+    levels = seen + 256 * np.arange(images)[:, None, None]
+    counts = np.bincount(levels.ravel(), minlength=256 * images).reshape(images, 256)
+    total = seen[0].size
+    bits = (counts * np.log2(np.maximum(counts, 1))).sum(axis=1) / total
+    sharpness = _sharpness(lumas, step) if min(height, width) > 2 else [None] * images
+    aspect = round(width / height, 4)
+    return [
+        Statistics(
+            brightness=round(first / total, 3),
+            contrast=round(math.sqrt(max(0, second * total - first * first)) / total, 3),
+            sharpness=sharp,
+            entropy=round(abs(math.log2(total) - shared), 3),
+            aspect=aspect,
+        )
+        for first, second, sharp, shared in zip((counts @ _LEVELS).tolist(), (counts @ _SQUARES).tolist(), sharpness, bits.tolist(), strict=True)
+    ]
 
 
 _LEVELS = np.arange(256)
 _SQUARES = _LEVELS**2
 
 
-def _sharpness(luma: np.ndarray, step: int) -> float:
+def _sharpness(lumas: np.ndarray, step: int) -> list[float]:
     inner = slice(1, -1, step)
-    laplacian = np.multiply(luma[inner, inner], -4, dtype=np.int16)
-    for neighbour in (luma[:-2:step, inner], luma[2::step, inner], luma[inner, :-2:step], luma[inner, 2::step]):
+    laplacian = np.multiply(lumas[:, inner, inner], -4, dtype=np.int16)
+    for neighbour in (lumas[:, :-2:step, inner], lumas[:, 2::step, inner], lumas[:, inner, :-2:step], lumas[:, inner, 2::step]):
         laplacian += neighbour
-    mean = int(laplacian.sum(dtype=np.int64)) / laplacian.size
-    squares: float = int(np.square(laplacian, dtype=np.int32).sum(dtype=np.int64)) / laplacian.size
-    variance: float = round(squares - mean * mean, 3)
-    return variance
+    size = laplacian[0].size
+    sums = laplacian.sum(axis=(1, 2), dtype=np.int64).tolist()
+    squares = np.square(laplacian, dtype=np.int32).sum(axis=(1, 2), dtype=np.int64).tolist()
+    return [round(square / size - (first / size) ** 2, 3) for first, square in zip(sums, squares, strict=True)]

@@ -1,12 +1,12 @@
 """The image table: one row for each image of a data version, with what decoding it showed.
 
-Every image is decoded wholly, one at a time; only the table is held in memory. (Threads did not pay: 60,000 JPEGs of 32 x 32
-took 21 s on one thread and 26 s on two, 2026-12-01, Pillow 13.0, 2 cores.)
+Every image is decoded wholly, a few at a time; only the table is held in memory. Images of one shape are measured together: over small
+ones most of the time would go to the calls.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from tasks.images.decode import BadImage, DecodePolicy, ImageFacts, decode, probe, to_square
-from tasks.images.likeness import Likeness, likeness, luma_of
+from tasks.images.decode import BadImage, DecodePolicy, ImageFacts, examine, to_square
+from tasks.images.likeness import Likeness, likenesses, luma_of
 from tasks.images.shards import ImageRow
 from tasks.images.statistics import NAMES as STATISTICS
 from tasks.images.statistics import Statistics, statistics
@@ -40,6 +40,8 @@ SCHEMA = pa.schema(
 )
 QUARANTINE_SCHEMA = pa.schema([(name, pa.string()) for name in ("path", "label", "sha256", "code", "reason")])
 THUMBNAIL_PX = 48
+BATCH_IMAGES, BATCH_PIXELS = 256, 1 << 19
+"""Images are taken together until there are so many, or their pixels are."""
 
 
 class ImageRecord(NamedTuple):
@@ -80,41 +82,29 @@ class Bounds:
 
 
 class Inspected(NamedTuple):
-    """An image's record; where the image is sound its likeness and, where that was asked for, a small picture of it (uint8 [H, W, 3])."""
+    """An image's record; where the image is sound its likeness and, where that was asked for, a small picture (uint8 [H, W, 3])."""
 
     record: ImageRecord
     thumbnail: np.ndarray | None
     likeness: Likeness | None
 
 
-def inspect(row: ImageRow, bounds: Bounds, thumbnail: bool = False) -> Inspected:
-    """Decode one image wholly and say what it is."""
-    try:
-        facts: ImageFacts | None = probe(row.data, bounds.policy)
-    except BadImage:
-        facts = None
-    small: np.ndarray | None = None
-    alike: Likeness | None = None
-    numbers: Statistics | None = None
-    try:
-        pixels = decode(row.data, bounds.policy)
-    except BadImage as error:
-        decodes, code, reason = False, error.code, str(error)
-    else:
-        decodes = True
-        code, reason = _check_sides(pixels, bounds)
-        if not code:
-            luma = luma_of(pixels)
-            alike, numbers = likeness(pixels, luma), statistics(np.asarray(luma))
-        if thumbnail and not code:
-            small = pixels if max(pixels.shape) <= THUMBNAIL_PX else to_square(pixels, THUMBNAIL_PX, "crop")
-    width, height, mode, kind = facts[:4] if facts else (None, None, None, None)
-    stored = (row.path, row.label, row.split, row.group, row.sha256)
-    phash = f"{alike.hash:016x}" if alike and alike.hash is not None else None
-    brightness, contrast, sharpness, entropy, aspect = numbers or (None, None, None, None, None)
-    shown = (brightness, contrast, sharpness, entropy, aspect)
-    record = ImageRecord(*stored, width, height, mode, kind, len(row.data), decodes, reason, phash, *shown, code)
-    return Inspected(record, small, alike)
+class _Decoded(NamedTuple):
+    """An image on its way through ``inspect_all``: ``pixels`` where it decodes, ``code`` and ``reason`` where it is not sound."""
+
+    row: ImageRow
+    facts: ImageFacts | None
+    pixels: np.ndarray | None
+    code: str
+    reason: str
+    shows: bool
+
+
+def _decoded(row: ImageRow, bounds: Bounds, shows: bool) -> _Decoded:
+    facts, found = examine(row.data, bounds.policy)
+    if isinstance(found, BadImage):
+        return _Decoded(row, facts, None, found.code, str(found), shows)
+    return _Decoded(row, facts, found, *_check_sides(found, bounds), shows)
 
 
 def _check_sides(pixels: np.ndarray, bounds: Bounds) -> tuple[str, str]:
@@ -126,12 +116,57 @@ def _check_sides(pixels: np.ndarray, bounds: Bounds) -> tuple[str, str]:
     return "", ""
 
 
-def inspect_all(rows: Iterable[ImageRow], bounds: Bounds, samples: int) -> Iterator[Inspected]:
-    """``inspect`` every row, in order, holding one at a time; thumbnails for the first ``samples`` of each class."""
+def inspect_all(rows: Iterable[ImageRow], bounds: Bounds, samples: int | None = None) -> Iterator[Inspected]:
+    """Decode every image wholly and say what it is, in order; thumbnails for the first ``samples`` of each class, or for all.
+
+    At most BATCH_IMAGES are held at once, and hardly more than BATCH_PIXELS or the pixels of one image.
+    """
     seen: Counter[str] = Counter()
+    held: list[_Decoded] = []
+    size = 0
     for row in rows:
         seen[row.label] += 1
-        yield inspect(row, bounds, thumbnail=seen[row.label] <= samples)
+        held.append(_decoded(row, bounds, samples is None or seen[row.label] <= samples))
+        pixels = held[-1].pixels
+        size += 0 if pixels is None else pixels.shape[0] * pixels.shape[1]
+        if len(held) >= BATCH_IMAGES or size >= BATCH_PIXELS:
+            yield from _inspected(held)
+            held, size = [], 0
+    yield from _inspected(held)
+
+
+def _inspected(held: list[_Decoded]) -> Iterator[Inspected]:
+    """Measure the sound images of ``held``, those of one shape together."""
+    shapes: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, image in enumerate(held):
+        if image.pixels is not None and not image.code:
+            shapes[image.pixels.shape].append(place)
+    measured: dict[int, tuple[Likeness, Statistics]] = {}
+    for places in shapes.values():
+        first = held[places[0]].pixels
+        assert first is not None
+        stack = np.stack([held[place].pixels for place in places]) if len(places) > 1 else first[None]  # type: ignore[misc]
+        lumas = luma_of(stack)
+        measured.update(zip(places, zip(likenesses(stack, lumas), statistics(lumas), strict=True), strict=True))
+    for place, image in enumerate(held):
+        alike, numbers = measured.get(place, (None, None))
+        yield Inspected(_record(image, alike, numbers), _thumbnail(image) if image.shows else None, alike)
+
+
+def _record(image: _Decoded, alike: Likeness | None, numbers: Statistics | None) -> ImageRecord:
+    row = image.row
+    width, height, mode, kind = image.facts[:4] if image.facts else (None, None, None, None)
+    stored = (row.path, row.label, row.split, row.group, row.sha256)
+    phash = f"{alike.hash:016x}" if alike and alike.hash is not None else None
+    brightness, contrast, sharpness, entropy, aspect = numbers or (None, None, None, None, None)
+    seen = (brightness, contrast, sharpness, entropy, aspect)
+    return ImageRecord(*stored, width, height, mode, kind, len(row.data), image.pixels is not None, image.reason, phash, *seen, image.code)
+
+
+def _thumbnail(image: _Decoded) -> np.ndarray | None:
+    if image.pixels is None or image.code:
+        return None
+    return image.pixels if max(image.pixels.shape) <= THUMBNAIL_PX else to_square(image.pixels, THUMBNAIL_PX, "crop")
 
 
 def image_table(records: list[ImageRecord]) -> pa.Table:

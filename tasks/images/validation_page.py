@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import heapq
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,18 +52,26 @@ EXTREMES: tuple[tuple[str, str, int], ...] = (
 """What is shown of the ends: its title, the statistic, and 1 for the least or -1 for the largest."""
 
 
+class Extreme(NamedTuple):
+    """A title, and place in the records and value of the images that are the most so, the most extreme first."""
+
+    title: str
+    ends: list[tuple[int, float]]
+
+
 def render_page(
     ref: DatasetRef,
     report: ValidationReport,
     records: Sequence[ImageRecord],
     thumbnails: Mapping[str, Sequence[np.ndarray]],
     pairs: Sequence[tuple[int, int, str]] = (),
+    odd: Sequence[Extreme] = (),
     pictures: Mapping[int, np.ndarray] = MappingProxyType({}),
 ) -> str:
     """The page as HTML. Every name from the data is escaped.
 
     ``thumbnails``: class -> small pictures, uint8 [H, W, 3]. ``pairs``: places in ``records`` of two images that are copies,
-    and a code; ``pictures``: place -> small picture, of all ``pictured`` places.
+    and a code; ``odd``: of ``odd_ones``; ``pictures``: place -> small picture, of all ``pictured`` places.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -85,7 +95,7 @@ def render_page(
         histograms=_histograms(records),
         looks=_looks(records),
         class_looks=_class_looks(records),
-        odd=[(title, [(records[place], value, data_uri(pictures[place])) for place, value in ends]) for title, ends in odd_ones(records)],
+        odd=[(title, [(records[place], value, data_uri(pictures[place])) for place, value in ends]) for title, ends in odd],
         formats=Counter(f"{record.format}, {record.mode}" for record in records if record.format).most_common(),
         copies=[(code, [(records[place], data_uri(pictures[place])) for place in (one, other)]) for one, other, code in pairs[:MOST_PAIRS]],
         copies_total=len(pairs),
@@ -100,30 +110,33 @@ def render_page(
     return page
 
 
-def pictured(records: Sequence[ImageRecord], pairs: Sequence[tuple[int, int, str]]) -> set[int]:
-    """Places in ``records`` of the images of which the page shows a small picture beside the samples."""
-    return {place for pair in pairs[:MOST_PAIRS] for place in pair[:2]} | {place for _, ends in odd_ones(records) for place, _ in ends}
+def pictured(pairs: Sequence[tuple[int, int, str]], odd: Sequence[Extreme]) -> set[int]:
+    """Places in the records of the images of which the page shows a small picture beside the samples."""
+    return {place for pair in pairs[:MOST_PAIRS] for place in pair[:2]} | {place for extreme in odd for place, _ in extreme.ends}
 
 
-def odd_ones(records: Sequence[ImageRecord]) -> list[tuple[str, list[tuple[int, float]]]]:
-    """Each extreme's title, and place in ``records`` and value of its sound images, the most extreme first; none of what all share."""
+def odd_ones(records: Sequence[ImageRecord]) -> list[Extreme]:
+    """The extremes among the sound images of ``records``; none of what all share."""
     found = []
     for title, name, sign in EXTREMES:
-        values = sorted((sign * value, record.path, place) for place, record, value in _values(records, name))
-        if values and values[0][0] != values[-1][0]:
-            found.append((title, [(place, sign * value) for value, _, place in values[:ODD_ONES]]))
+        places, values = _values(records, name)
+        if values and min(values) != max(values):
+            ends = heapq.nsmallest(ODD_ONES, zip(values, places, strict=True), key=lambda one: (sign * one[0], records[one[1]].path))
+            found.append(Extreme(title, [(place, value) for value, place in ends]))
     return found
 
 
-def _values(records: Sequence[ImageRecord], name: str) -> list[tuple[int, ImageRecord, float]]:
-    """Place, record and statistic ``name`` of the sound images that have it."""
-    return [(place, record, value) for place, record in enumerate(records) if not record.code and (value := getattr(record, name)) is not None]
+def _values(records: Sequence[ImageRecord], name: str) -> tuple[list[int], list[float]]:
+    """Places of the sound images that have the statistic ``name``, and its values."""
+    column: Callable[[ImageRecord], Any] = attrgetter(name)
+    places = [place for place, record in enumerate(records) if not record.code and column(record) is not None]
+    return places, [column(records[place]) for place in places]
 
 
 def _looks(records: Sequence[ImageRecord]) -> list[dict[str, Any]]:
     found = []
     for name, title, log, what in LOOKS:
-        values = [value for _, _, value in _values(records, name)]
+        _, values = _values(records, name)
         if values:
             found.append({"title": title, "what": what, **histogram(values, log)._asdict()})
     return found
@@ -134,8 +147,8 @@ def _class_looks(records: Sequence[ImageRecord]) -> dict[str, Any]:
     columns, strips = [], []
     for name, title, log, _ in LOOKS[:3]:
         of_class: dict[str, list[float]] = {}
-        for _, record, value in _values(records, name):
-            of_class.setdefault(record.label, []).append(value)
+        for place, value in zip(*_values(records, name), strict=True):
+            of_class.setdefault(records[place].label, []).append(value)
         every = [value for values in of_class.values() for value in values]
         if every:
             columns.append((title, min(every), max(every)))
