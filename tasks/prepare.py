@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core import errors
-from tasks.core.artifacts import SPLITS, DatasetRef, DecodeSpec, ImageCache, Split, ValidationReport, file_digests, lineage
+from tasks.core.artifacts import SPLITS, DatasetRef, DecodeSpec, ImageCache, Split, ValidationReport, lineage
 from tasks.core.config import PrepareConfig, load_params
 from tasks.core.errors import BadInput
-from tasks.core.files import canonical_json, digest_of, home_of, publish_dir, write_atomic
+from tasks.core.files import home_of
 from tasks.core.process import die_with_parent, quiet_environment
 
 if TYPE_CHECKING:
     from tasks.images.cache import CacheWriter, Entry
     from tasks.images.shards import ImageRow
 
-FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("u8", "parquet"))
 KNOB = "dvc repro validate"
 THREADS_FROM, THREADS_FROM_EACH = 4_000_000, 16_000
 """Bytes of all images, and of the mean image, from which threads pay: Pillow lets go of the interpreter lock while it decodes
@@ -43,7 +42,7 @@ def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, ou
     longer decodes.
     """
     from tasks.images import former
-    from tasks.images.cache import CacheWriter, digest_of_labels
+    from tasks.images.cache import publish_cache
 
     report.require_made_from(ref)
     if not report.success:
@@ -52,22 +51,12 @@ def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, ou
     report.verify()
     decode = DecodeSpec(image_size=config.image_size, resize=config.resize, **config.decode.model_dump())
     entries = _entries(ref, report, config)
-    with publish_dir((out / ImageCache.PATH).parent) as folder:
-        with CacheWriter(folder, decode.image_size, entries) as writer:
-            former.copy_former(home_of(out), decode, writer)
-            _decode_all(ref, decode, writer)
-            writer.write_tables()
-        cache = ImageCache(
-            made_from=lineage(ref, report),
-            files=file_digests(folder, *FILES),
-            classes=ref.classes,
-            counts={split: len(entries[split]) for split in SPLITS},
-            decode=decode,
-            test_digest=digest_of_labels(entries["test"], ref.classes),
-        )
-        cache = cache.model_copy(update={"digest": digest_of(cache.content())})
-        write_atomic(folder / Path(ImageCache.PATH).name, canonical_json(cache.model_dump(mode="json")))
-    cache = ImageCache.load(out)
+
+    def fill(writer: CacheWriter) -> None:
+        former.copy_former(home_of(out), decode, writer)
+        _decode_all(ref, decode, writer)
+
+    cache = publish_cache(out, entries, ref.classes, decode, lineage(ref, report), fill)
     former.keep(home_of(out), cache, config.reuse_mb)
     return cache
 

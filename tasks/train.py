@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.core import errors
 from tasks.core.artifacts import ImageCache, TrainedModel, TrainingSet, file_digests, lineage
 from tasks.core.config import TrainConfig, load_params
-from tasks.core.errors import BadInput
-from tasks.core.files import STATE, file_lock, home_of, write_atomic
+from tasks.core.files import STATE, file_lock, write_atomic
 from tasks.core.process import die_with_parent, quiet_environment
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def train(
     training_set.require_made_from(cache).verify()
     cache.verify()
     models.check_model(config.model, len(cache.classes), config.width, cache.decode.image_size)
-    weights = _starting_weights(config, out)
+    weights = models.starting_weights(config, out)
     machine = f"{launch.device_kind(config.processes)}, {config.threads or launch.cpu_cores()} threads"
     folder = checkpoints / checkpoint.fingerprint(training_set, cache, config, weights, machine)
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,18 +71,6 @@ def train(
         model = _publish(done, job, out)
     resources.keep(folder, checkpoints.with_name("system"), model.digest)
     return model
-
-
-def _starting_weights(config: TrainConfig, out: Path) -> Path | None:
-    """The file of ``train.weights``, relative paths below ``out`` or else the project's folder; raises BadInput ``unreadable``."""
-    if not config.weights:
-        return None
-    path = out / config.weights
-    if not path.is_file():
-        path = home_of(out) / config.weights
-    if not path.is_file():
-        raise BadInput("unreadable", "the starting weights are not there", value=path, constraint="a safetensors file", knob="train.weights")
-    return path
 
 
 def _publish(done: Checkpoint, job: Job, out: Path) -> TrainedModel:

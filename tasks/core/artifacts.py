@@ -263,6 +263,30 @@ class TrainingSet(Artifact):
     ops: tuple[dict[str, Any], ...]
 
 
+class LabelIssues(Artifact):
+    """Labels that are likely wrong (tasks/images/label_issues.py). Files: issues.parquet, report.html, report.json.
+
+    Digest: over report.json. Writer: tasks.training.label_issues, when people ask for it. Readers: people, tasks.sources.review.
+    issues.parquet columns, the likeliest first: sha256, path, split, label, suggested string; probability_label,
+    probability_suggested, margin double.
+    """
+
+    PATH: ClassVar[str] = "artifacts/label_issues/report.json"
+    STAGE: ClassVar[str] = "tasks.training.label_issues"
+
+    folds: int = Field(description="models, each asked about the images that it was not trained on")
+    images: int
+    issues: int
+    accuracy: float = Field(description="share of images whose label is the out-of-fold models' first answer")
+    noise: float = Field(description="estimated share of wrong labels")
+    pairs: tuple[tuple[str, str, int], ...] = Field(description="label, suggested class, images; the most first")
+
+    @classmethod
+    def remedy(cls, force: bool = False) -> str:
+        """The command that makes it (again)."""
+        return f"python -m {cls.STAGE}"
+
+
 class TrainedModel(Artifact):
     """The candidate. Files: weights.safetensors, model.onnx, history.csv (epoch, lr, train_loss, val_loss, val_accuracy,
     images_per_s is not in it: a DVC out must be reproducible), model.json.

@@ -6,20 +6,21 @@ Row order is ascending sha256: it depends on the images alone, never on shard or
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from tasks.core.artifacts import SPLITS, ImageCache, Split
+from tasks.core.artifacts import SPLITS, DecodeSpec, ImageCache, Split, file_digests
 from tasks.core.errors import BadInput
-from tasks.core.files import digest_of
+from tasks.core.files import canonical_json, digest_of, publish_dir, write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
 
 KNOB = "dvc repro --force prepare"
+FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("u8", "parquet"))
 COLUMNS = ["row", "sha256", "path", "label_index"]
 
 
@@ -84,6 +85,33 @@ def digest_of_labels(entries: Sequence[Entry], classes: Sequence[str]) -> str:
     return digest_of(sorted([entry.sha256, classes[entry.label_index]] for entry in entries))
 
 
+def publish_cache(
+    root: Path,
+    entries: Mapping[Split, list[Entry]],
+    classes: tuple[str, ...],
+    decode: DecodeSpec,
+    made_from: dict[str, str],
+    fill: Callable[[CacheWriter], None],
+) -> ImageCache:
+    """Write artifacts/cache below ``root``: all of it, index.json last, or nothing. ``fill`` puts the pixels of every entry; each
+    split's entries are sorted."""
+    with publish_dir((root / ImageCache.PATH).parent) as folder:
+        with CacheWriter(folder, decode.image_size, entries) as writer:
+            fill(writer)
+            writer.write_tables()
+        cache = ImageCache(
+            made_from=made_from,
+            files=file_digests(folder, *FILES),
+            classes=classes,
+            counts={split: len(entries[split]) for split in SPLITS},
+            decode=decode,
+            test_digest=digest_of_labels(entries["test"], classes),
+        )
+        cache = cache.model_copy(update={"digest": digest_of(cache.content())})
+        write_atomic(folder / Path(ImageCache.PATH).name, canonical_json(cache.model_dump(mode="json")))
+    return ImageCache.load(root)
+
+
 class CacheWriter:
     """Fills a folder with the files of a cache. A context manager; ``put`` may be called from many threads, in any order.
 
@@ -91,7 +119,7 @@ class CacheWriter:
     memory map would give.
     """
 
-    def __init__(self, folder: Path, size: int, entries: dict[Split, list[Entry]]) -> None:
+    def __init__(self, folder: Path, size: int, entries: Mapping[Split, list[Entry]]) -> None:
         self.folder = folder
         self.row_bytes = size * size * 3
         self.entries = entries

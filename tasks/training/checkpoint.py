@@ -31,7 +31,7 @@ KEEP = 2
 
 KEEP_FOLDERS = 5
 YOUNG_S = 600.0
-NOT_DECIDING = {"export.py", "metrics.py", "plots.py", "predict.py", "progress.py", "resources.py"}
+NOT_DECIDING = {"export.py", "folds.py", "label_issues.py", "metrics.py", "plots.py", "predict.py", "progress.py", "resources.py"}
 """Modules beside this one that cannot change the weights: their edits leave checkpoints valid."""
 _NAME = re.compile(r"epoch-(\d{6})\.([0-9a-f]{64})\.pt")
 

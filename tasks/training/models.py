@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tasks.core.config import TrainConfig
 from tasks.core.errors import BadInput
+from tasks.core.files import home_of
 
 SMALL_RESNET = "small_resnet"
 
@@ -114,6 +116,18 @@ def check_model(name: str, classes: int, width: int, image_size: int) -> None:
             knob="prepare.image_size or train.model",
         ) from error
     assert shape == (2, classes), f"{name} answers with shape {shape}"
+
+
+def starting_weights(config: TrainConfig, root: Path) -> Path | None:
+    """The file of ``train.weights``, relative paths below ``root`` or else the project's folder; raises BadInput ``unreadable``."""
+    if not config.weights:
+        return None
+    path = root / config.weights
+    if not path.is_file():
+        path = home_of(root) / config.weights
+    if not path.is_file():
+        raise BadInput("unreadable", "the starting weights are not there", value=path, constraint="a safetensors file", knob="train.weights")
+    return path
 
 
 def start_from(model: nn.Module, path: Path, say: Callable[[str], None]) -> None:
