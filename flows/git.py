@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tasks.core.errors import BadInput
+from tasks.core.runs import past_half_made
 
 NETWORK_TIMEOUT_S = 120.0
 NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
@@ -27,8 +28,11 @@ def try_git(
     clean = {key: value for key, value in os.environ.items() if key not in FOREIGN}
     quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_SSH_COMMAND": os.environ.get("GIT_SSH_COMMAND", "ssh -o BatchMode=yes"), "LC_ALL": "C"}
     command = ["git", *NO_HOOKS, *arguments]
+    environment = {**clean, **quiet, **(env or {})}
     try:
-        return subprocess.run(command, cwd=folder, env={**clean, **quiet, **(env or {})}, input=stdin, capture_output=True, timeout=timeout_s)
+        return past_half_made(
+            lambda: subprocess.run(command, cwd=folder, env=environment, input=stdin, capture_output=True, timeout=timeout_s, check=False)
+        )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, b"", f"no answer within {timeout_s:g} s".encode())
     except FileNotFoundError:

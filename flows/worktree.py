@@ -25,9 +25,9 @@ from ruamel.yaml.error import YAMLError
 from flows.git import commit_of, git, try_git
 from tasks.core.config import PARAMS, RunConfig, apply_overrides
 from tasks.core.errors import BadInput
-from tasks.core.files import STATE, canonical_json, write_atomic
+from tasks.core.files import STATE, canonical_json, file_lock, write_atomic
 from tasks.core.process import run_child
-from tasks.core.runs import BRANCHES, WORKTREES
+from tasks.core.runs import BRANCHES, GIT_LOCK, GIT_LOCK_TIMEOUT_S, WORKTREES
 
 SHARED = ("mlflow", "bentoml", "serve", "checkpoints", "champion")
 """Folders of .trainyard that all worktrees of a project have in common."""
@@ -95,7 +95,8 @@ def make_or_reuse(home: Path, run_id: str, overrides: dict[str, Any], config: Ru
     left = commit_of(home, f"refs/heads/{BRANCHES}{run_id}")  # this run was published before and its worktree is gone
     base = (left and git(home, "log", "-1", f"--format=%(trailers:key={BASE_TRAILER},valueonly)", left).strip()) or head
     try:
-        git(home, "worktree", "add", "--quiet", "--detach", str(root), left or head)
+        with file_lock(home / GIT_LOCK, GIT_LOCK_TIMEOUT_S, "git's list of worktrees"):
+            git(home, "worktree", "add", "--quiet", "--detach", str(root), left or head)
         _link(root, home)
         _configure_dvc(root, home)
         apply_overrides(overrides, root / PARAMS)
@@ -120,12 +121,13 @@ def remove(home: Path, run_id: str) -> None:
     for link in (root / STATE).glob("*"):
         if link.is_symlink():
             link.unlink()
-    if root.exists():
-        try_git(home, "worktree", "remove", "--force", "--force", str(root))
-    shutil.rmtree(root, ignore_errors=True)
-    registered = Path(git(home, "rev-parse", "--path-format=absolute", "--git-common-dir")) / "worktrees" / run_id
-    if registered.is_dir() and Path((registered / "gitdir").read_text().strip()).parent == root.resolve():
-        shutil.rmtree(registered, ignore_errors=True)
+    with file_lock(home / GIT_LOCK, GIT_LOCK_TIMEOUT_S, "git's list of worktrees"):
+        if root.exists():
+            try_git(home, "worktree", "remove", "--force", "--force", str(root))
+        shutil.rmtree(root, ignore_errors=True)
+        registered = Path(git(home, "rev-parse", "--path-format=absolute", "--git-common-dir")) / "worktrees" / run_id
+        if registered.is_dir() and Path((registered / "gitdir").read_text().strip()).parent == root.resolve():
+            shutil.rmtree(registered, ignore_errors=True)
 
 
 def _link(root: Path, home: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tiny_repository import Repository, git, make_version
 
 from flows import publish as publishing
-from flows.git import blobs
+from flows.git import blobs, try_git
 from flows.publish import Outcome, Published, publish, push_pending
 from flows.sweep import sweep_project
 from flows.workspace import workspace
@@ -194,10 +195,27 @@ number, data = sys.argv[1], dict(shard.split("=") for shard in sys.argv[2:])
 with workspace(run_id="r" + number) as work:
     make_version(work.root, work.home / ".dvc" / "cache", data, number)
     Path("started" + number).touch()
+    deadline = time.monotonic() + 120
     while len(list(Path().glob("started*"))) < 8:
+        assert time.monotonic() < deadline, "another racer never started"
         time.sleep(0.02)
     print("moved", publish(work, "approved", "run " + number).main_moved)
 """
+
+
+def test_a_worktree_that_is_half_made_by_somebody_else_is_waited_for(home: Repository) -> None:
+    """git reads every worktree's entry, and gives up on one that another git is just writing."""
+    entry = home.root / ".git" / "worktrees" / "ghost"
+    entry.mkdir(parents=True)
+    for name, text in (("gitdir", f"{home.root}/elsewhere/.git\n"), ("HEAD", f"{git(home.root, 'rev-parse', 'main')}\n"), ("commondir", "")):
+        (entry / name).write_text(text)
+    assert b"failed to read" in subprocess.run(["git", "worktree", "list"], cwd=home.root, capture_output=True).stderr
+    timer = threading.Timer(0.5, (entry / "commondir").write_text, ["../..\n"])
+    timer.start()
+    done = try_git(home.root, "worktree", "list")
+    timer.join()
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same data", "each its own data"])

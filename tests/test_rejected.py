@@ -100,7 +100,9 @@ def test_a_missing_edited_forged_or_foreign_verdict_stops_each_later_stage(serve
 def test_a_champion_of_another_test_split_is_scored_again_and_a_better_model_takes_over(served: Project) -> None:
     """Other test images and another image size: the champion's model.onnx must be run on them, decoded its own way."""
     old = Endpoint.load(served.root)
-    run = served.retrain("train.epochs=10", "train.lr=0.1", "prepare.seed=1", "prepare.image_size=12", "gate.margin=0.05")
+    run = served.retrain(
+        "train.epochs=10", "train.lr=0.1", "prepare.seed=1", "prepare.image_size=12", "gate.margin=0.05", "gate.min_class_recall=0.8"
+    )
     decision = GateDecision.load(served.root)
     assert decision.champion is not None
     assert decision.champion.rescored

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tasks.backends.dvc_repo import open_repo
+from tasks.core.runs import past_half_made
 
 MD5 = re.compile(rb"\b[0-9a-f]{32}(?:\.dir)?\b")
 NAMES = re.compile(r"(^|/)(dvc\.lock|[^/]+\.dvc)$")
@@ -133,4 +134,6 @@ def _remote_run(ref: str) -> bool:
 
 def _git(root: Path, *arguments: str) -> bytes:
     """The output of a git command; raises CalledProcessError, since half a list of references would be deadly."""
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True).stdout
+    done = past_half_made(lambda: subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=False))
+    done.check_returncode()
+    return done.stdout

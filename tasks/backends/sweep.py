@@ -28,7 +28,7 @@ from tasks.backends.serving import ROOT_VARIABLE
 from tasks.core import errors, runs
 from tasks.core.config import Params, load_params
 from tasks.core.errors import TrainyardError
-from tasks.core.files import STATE, try_lock
+from tasks.core.files import STATE, file_lock, try_lock
 from tasks.core.process import die_with_parent, quiet_environment
 
 GRACE_S = 5.0
@@ -234,13 +234,16 @@ def _checked_out(root: Path, but: set[Path]) -> set[str]:
 def _remove_worktree(root: Path, folder: Path) -> None:
     """Remove a run's worktree. Its links into the project's state go, what they point to stays."""
     # Not `git worktree prune`: that would also forget a worktree of somebody's whose disk is not mounted now.
-    subprocess.run(["git", "worktree", "remove", "--force", "--force", str(folder.resolve())], cwd=root, capture_output=True, check=False)
-    if folder.exists():
-        shutil.rmtree(folder)
+    with file_lock(root / runs.GIT_LOCK, runs.GIT_LOCK_TIMEOUT_S, "git's list of worktrees"):
+        subprocess.run(["git", "worktree", "remove", "--force", "--force", str(folder.resolve())], cwd=root, capture_output=True, check=False)
+        if folder.exists():
+            shutil.rmtree(folder)
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=arguments[0] != "show")
+    done = runs.past_half_made(lambda: subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=False))
+    if arguments[0] != "show":
+        done.check_returncode()
     return done.stdout.decode(errors="replace") if done.returncode == 0 else ""
 
 

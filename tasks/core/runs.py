@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tasks.core.files import STATE, is_locked
@@ -11,10 +14,27 @@ WORKTREES = STATE / "worktrees"
 BRANCHES = "trainyard/runs/"
 STARTING_LOCK = WORKTREES / "starting.lock"
 """Held while a run takes its own lock, and by the sweep while it clears DVC's cache: no run starts in between."""
+GIT_LOCK = STATE / "locks" / "worktrees.lock"
+"""Held while a worktree is made or removed: git reads the others' entries meanwhile, and gives up on one that is half made."""
 PENDING = STATE / "pending.json"
 """In the worktree of a run whose data and branch are not pushed yet: it holds what a remote that was away still lacks."""
 RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Prefect puts a run's id into the environment of the flow's process, and every child inherits it."""
+
+
+GIT_LOCK_TIMEOUT_S = 300.0
+HALF_MADE_S = 5.0
+"""How long a git command is tried again that met a worktree which another process is just making or removing."""
+
+
+def past_half_made(ask: Callable[[], subprocess.CompletedProcess[bytes]]) -> subprocess.CompletedProcess[bytes]:
+    """The answer of a git command; asked again where it gave up on another worktree's entry that was not whole at that moment."""
+    deadline = time.monotonic() + HALF_MADE_S
+    while True:
+        done = ask()
+        if done.returncode == 0 or not (b"failed to read" in done.stderr and b"/worktrees/" in done.stderr) or time.monotonic() > deadline:
+            return done
+        time.sleep(0.05)
 
 
 def lock_of(home: Path, run_id: str) -> Path:
