@@ -70,11 +70,19 @@ def in_order(place: Yard) -> float:
 
 
 def play(
-    place: Yard, rounds: int, seed: int, *, each: int = KILLS_A_RUN, longest_s: float = 12.0, tell: Callable[[str], None] = print
+    place: Yard,
+    rounds: int,
+    seed: int,
+    *,
+    each: int = KILLS_A_RUN,
+    longest_s: float = 12.0,
+    begun: bool = False,
+    tell: Callable[[str], None] = print,
 ) -> tuple[Counter[str], Counter[str], list[float]]:
     """``rounds`` kills: how often each victim was hit, how the runs ended, seconds until all was in order after each run.
 
-    A run gets ``each`` kills at most, half a second to ``longest_s`` apart.
+    A run gets ``each`` kills at most, half a second to ``longest_s`` apart; with ``begun`` only while it runs: what is killed between a
+    worker's taking a run and its start comes back after five minutes alone (flows/automations.py).
     """
     generator = random.Random(seed)
     struck: Counter[str] = Counter()
@@ -88,6 +96,8 @@ def play(
         hits: list[str] = []
         while len(hits) < each and struck.total() < rounds and place.state(run_id)["type"] in ("SCHEDULED", "PENDING", "RUNNING"):
             time.sleep(generator.uniform(0.5, longest_s))
+            if begun and place.state(run_id)["type"] != "RUNNING":
+                continue
             victim = generator.choice(VICTIMS)
             if strike(place, victim, run_id, generator):
                 hits.append(victim)

@@ -6,6 +6,7 @@ Looked for in $TRAINYARD_BADINPUTS or ../shared/badinputs; skipped where it is a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -15,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from tasks.backends.dvc_repo import open_repo
 from tasks.core.artifacts import DatasetRef, ValidationReport
-from tasks.core.config import IngestConfig, PrepareConfig, ValidateConfig
+from tasks.core.config import IngestConfig, PrepareConfig, ValidateConfig, load_params, read_yaml
 from tasks.core.errors import BadInput
 from tasks.images.shards import iter_rows
 from tasks.ingest import ingest
 from tasks.sources.__main__ import dry_run
 from tasks.sources.layout import printable
+from tasks.training.checkpoint import Checkpoints
+from tasks.training.models import start_from
 from tasks.validate import validate
 
 CATALOGUE = Path(os.environ.get("TRAINYARD_BADINPUTS", Path(__file__).parents[2] / "shared" / "badinputs"))
@@ -189,3 +194,41 @@ def test_a_dry_run_of_a_tree_says_what_ingest_and_validate_would(case: dict[str,
     assert told["accepted"] == expect["accepted"]
     assert told["ignored"] >= expect.get("ignored_min", 0)
     assert {(item["name"], item["code"]) for item in told["quarantined"]} == {(printable(name), code) for name, code in expect.get("quarantined", ())}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in catalogue(("config",))])
+def test_configuration(case: dict[str, Any], tree: Path, tmp_path: Path) -> None:
+    path, start = tree / case["entry"], time.monotonic()
+    if case["behaviour"] == "accept":
+        found = read_yaml(path)
+        assert found == {"train": {"lr": 0.001}}
+        assert isinstance(found["train"]["lr"], float)
+        return
+    with pytest.raises(BadInput) as caught:
+        if path.name == "dvc.lock":
+            (tmp_path / "dvc.lock").write_bytes(path.read_bytes())
+            with open_repo(tmp_path):
+                pass
+        else:
+            load_params(path)
+    assert caught.value.code == case["code"]
+    assert caught.value.knob or path.name != "dvc.lock", "the error says how to mend it"
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in catalogue(("checkpoint",))])
+def test_checkpoint(case: dict[str, Any], tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As starting weights, and among checkpoints, where the one before it is taken."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput) as caught:
+        start_from(nn.Linear(2, 2), tree / case["entry"], print)
+    assert caught.value.code == case["code"]
+    data = (tree / case["entry"]).read_bytes()
+    said: list[str] = []
+    for name in (hashlib.sha256(data).hexdigest(), "0" * 64):
+        path = tmp_path / f"epoch-000001.{name}.pt"
+        path.write_bytes(data)
+        assert Checkpoints(tmp_path, said.append).newest() is None
+        assert not path.exists()
+    assert len(said) == 2
+    assert list(tmp_path.iterdir()) == [], "nothing in it was run"

@@ -31,7 +31,7 @@ def with_line(key: str, line: str) -> str:
 def refused(path: Path) -> str:
     with pytest.raises(BadInput) as caught:
         load_params(path)
-    assert caught.value.code in ("params_invalid", "too_large", "params_missing")
+    assert caught.value.code in ("params_invalid", "too_large", "unsafe_yaml", "params_missing")
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -133,12 +133,28 @@ def _require_repository(root: Path) -> None:
         raise BadInput("not_a_repository", "no DVC repository here", value=here, constraint="a DVC repository", knob="git init && dvc init")
 
 
+def _require_merged(path: Path) -> None:
+    """Raise BadInput ``lock_conflict`` where git left its marks of a merge that nobody finished."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    marked = next((number for number, line in enumerate(lines, 1) if line.startswith((b"<<<<<<< ", b">>>>>>> "))), 0)
+    if marked:
+        raise BadInput(
+            "lock_conflict",
+            f"{path.name} holds an unfinished merge",
+            value=f"marks in line {marked}",
+            constraint="one side, whole",
+            knob=f"git checkout --ours {path.name} (or --theirs), then dvc repro",
+        )
+
+
 @contextlib.contextmanager
 def open_repo(root: Path) -> Iterator[Repo]:
     """The repository, with DVC's own words on stdout, stderr and in the log withheld while it is open."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
+    for name in ("dvc.lock", "data.dvc", "dvc.yaml"):
+        _require_merged(root / name)
     logger = logging.getLogger("dvc")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

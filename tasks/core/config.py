@@ -281,7 +281,7 @@ def check_params(tree: Any, path: Path = PARAMS) -> Params:
 
 
 def read_yaml(path: Path) -> Any:
-    """The plain values of a YAML 1.2 file; raises BadInput ``params_missing``, ``params_invalid`` or ``too_large``."""
+    """The plain values of a YAML 1.2 file; raises BadInput ``params_missing``, ``params_invalid``, ``unsafe_yaml`` or ``too_large``."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -307,17 +307,32 @@ def read_yaml(path: Path) -> Any:
 
 def _without_aliases(data: bytes, path: Path) -> bytes:
     """``data``, or BadInput: aliases can expand a small file to gigabytes, and tags other than YAML's own name code."""
-    from ruamel.yaml.events import AliasEvent
+    from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
+    sizes: dict[str, int] = {}
+    open_anchors: list[tuple[str | None, int]] = []
+    values, alias = 0, ""
     try:
         for event in YAML(typ="safe", pure=True).parse(io.BytesIO(data)):
-            if isinstance(event, AliasEvent):
-                raise BadInput("params_invalid", f"{path} uses a YAML alias", value=f"*{event.anchor}", constraint="written out")
             tag = str(getattr(event, "tag", None) or "")
             if (tag and not tag.startswith("tag:yaml.org,2002:")) or "python" in tag:
-                raise BadInput("params_invalid", f"{path} uses a YAML tag", value=tag, constraint="plain values")
+                raise BadInput("unsafe_yaml", f"{path} uses a YAML tag", value=tag, constraint="plain values")
+            if isinstance(event, CollectionEndEvent):
+                anchor, start = open_anchors.pop()
+                if anchor:
+                    sizes[anchor] = values - start
+            elif isinstance(event, AliasEvent):
+                values, alias = values + sizes.get(event.anchor, 1), event.anchor
+            else:
+                values += 1
+            if isinstance(event, CollectionStartEvent):
+                open_anchors.append((event.anchor, values - 1))
     except (YAMLError, UnicodeDecodeError) as error:
         raise BadInput("params_invalid", f"{path} is not YAML 1.2", value=_first_line(str(error))) from None
+    if alias and values > MAX_PARAMS_BYTES:
+        raise BadInput("too_large", f"{path} is too large", value=f"{values} values by its aliases", constraint="written out")
+    if alias:
+        raise BadInput("params_invalid", f"{path} uses a YAML alias", value=f"*{alias}", constraint="written out")
     return data
 
 

@@ -18,6 +18,9 @@ from typing import ClassVar
 CODES: dict[str, str] = {
     "params_missing": "params.yaml is not where the command was started",
     "params_invalid": "params.yaml has an unknown or repeated key, or a value outside its range",
+    "unsafe_yaml": "a YAML file holds a tag, which could name code",
+    "lock_conflict": "dvc.lock, data.dvc or dvc.yaml holds the marks of an unfinished merge",
+    "unsafe_model_file": "a file of weights is a pickle, which could run code as it is loaded",
     "not_a_repository": "the folder is not a git and DVC repository",
     "branch_missing": "the branch that runs start from and publish to does not exist",
     "git_failed": "git refused a command",
@@ -57,7 +60,7 @@ CODES: dict[str, str] = {
     "archive_link": "the archive holds a link",
     "archive_special": "the archive holds a device, FIFO or other special file",
     "archive_duplicate_entry": "the archive holds two entries of one name",
-    "too_large": "the source unpacks to more than the limit",
+    "too_large": "the source, or a YAML file with aliases, unpacks to more than the limit",
     "image_missing": "no image was sent in the request",
     "image_corrupt": "the image cannot be decoded",
     "image_truncated": "the image ends before its data does",

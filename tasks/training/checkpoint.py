@@ -113,7 +113,12 @@ class Checkpoints:
                 self.say(f"checkpoint {path.name[:12]} is damaged (its sha256 is not the one it was written with): using the one before it")
                 path.unlink(missing_ok=True)
                 continue
-            content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            try:
+                content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            except Exception as error:  # of hostile or foreign bytes anything
+                self.say(f"checkpoint {path.name[:12]} cannot be read ({type(error).__name__}): using the one before it")
+                path.unlink(missing_ok=True)
+                continue
             if content.pop("fingerprint") == self.folder.name:
                 return Checkpoint(**{**content, "history": [EpochRow(*row) for row in content["history"]]})
         return None

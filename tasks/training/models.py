@@ -133,12 +133,27 @@ def starting_weights(config: TrainConfig, root: Path) -> Path | None:
 def start_from(model: nn.Module, path: Path, say: Callable[[str], None]) -> None:
     """Load the safetensors file at ``path`` into ``model``; a head for other classes is left at its random start.
 
-    Raises BadInput ``unreadable`` (missing or no safetensors) or ``params_invalid`` (weights of another network).
+    Raises BadInput ``unsafe_model_file`` (a pickle, as torch.save makes: it is not opened), ``checkpoint_corrupt`` (no bytes),
+    ``unreadable`` (missing or no safetensors) or ``params_invalid`` (weights of another network).
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
+        with path.open("rb") as handle:
+            start = handle.read(8)
+        if start.startswith((b"\x80", b"PK\x03\x04")):
+            raise BadInput(
+                "unsafe_model_file",
+                "the starting weights are a pickle, which could run code",
+                value=path,
+                constraint="a safetensors file",
+                knob="train.weights, after safetensors.torch.save_file(state_dict, path) where you trust the file",
+            )
+        if not start:
+            raise BadInput(
+                "checkpoint_corrupt", "the starting weights hold no bytes", value=path, constraint="a safetensors file", knob="train.weights"
+            )
         found = load_file(path)
     except (OSError, SafetensorError) as error:
         raise BadInput(
