@@ -28,8 +28,8 @@ HONEST_S = 120.0
 """So long after a death everything must be in order again."""
 
 
-def strike(place: Yard, victim: str, run_id: str, generator: random.Random) -> bool:
-    """kill -9 one victim, waited for PRESENT_S at most; False where there was none. A worker or server is started again by whoever keeps it."""
+def strike(place: Yard, victim: str, run_id: str, generator: random.Random, present_s: float = PRESENT_S) -> bool:
+    """kill -9 one victim, waited for ``present_s`` at most; False where there was none. A worker or server is started again by whoever keeps it."""
     if victim == "worker":
         place.workers.pop().kill()
         place.start_worker()
@@ -41,7 +41,7 @@ def strike(place: Yard, victim: str, run_id: str, generator: random.Random) -> b
         time.sleep(generator.uniform(0.5, 3.0))
         place.start_server()
         return True
-    deadline = time.monotonic() + PRESENT_S
+    deadline = time.monotonic() + present_s
     while time.monotonic() < deadline:
         if victim == "flow":
             victims = place.flow_processes(run_id)
@@ -76,6 +76,7 @@ def play(
     *,
     each: int = KILLS_A_RUN,
     longest_s: float = 12.0,
+    present_s: float = PRESENT_S,
     begun: bool = False,
     tell: Callable[[str], None] = print,
 ) -> tuple[Counter[str], Counter[str], list[float]]:
@@ -99,7 +100,7 @@ def play(
             if begun and place.state(run_id)["type"] != "RUNNING":
                 continue
             victim = generator.choice(VICTIMS)
-            if strike(place, victim, run_id, generator):
+            if strike(place, victim, run_id, generator, present_s):
                 hits.append(victim)
                 struck[victim] += 1
         if place.workers[-1].poll() is not None:  # it ends by itself where it finds no server as it starts; whoever keeps it starts it again

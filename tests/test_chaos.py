@@ -15,7 +15,7 @@ def test_whatever_is_killed_the_champion_serves_and_nothing_is_left_behind() -> 
     Kills come thick here, so that twenty take minutes, and while a run runs. In the bench they come at any time, fewer a run.
     """
     with yard(seed=5) as place:
-        struck, ended, _ = play(place, rounds=20, seed=5, each=5, longest_s=4.0, begun=True)
+        struck, ended, _ = play(place, rounds=20, seed=5, each=5, longest_s=4.0, present_s=8.0, begun=True)
     assert struck.total() == 20
     assert set(struck) == set(VICTIMS)
     assert set(ended) <= {"Completed", "Unchanged", "Crashed", "Failed"}
