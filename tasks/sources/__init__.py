@@ -35,7 +35,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tasks.core.artifacts import SetAside, Split
 from tasks.core.config import Section, check_options
@@ -43,12 +43,17 @@ from tasks.core.errors import BadInput
 from tasks.sources.remote import fingerprint as listed
 from tasks.sources.remote import is_url
 
+if TYPE_CHECKING:
+    from tasks.sources.web import WebPolicy
+
 GROUP = "trainyard.sources"
 _KINDS = ("archive", "arrays", "coco", "digits", "folder", "http", "labelstudio", "parquet", "sql", "table", "torchvision", "webdataset")
 BUILT_IN = {name: f"tasks.sources.{name}" for name in _KINDS}
 
 OWN_URLS = frozenset({"http", "sql"})
 """Sources of ours that open URLs by themselves; the others read what is brought here (tasks/sources/remote.py)."""
+ONE_FILE = frozenset({"archive", "arrays", "coco", "labelstudio", "parquet", "table", "webdataset"})
+"""Sources of ours that read one file, which may lie on a web server; the option ``web`` of each is how it may be fetched (tasks/sources/web.py)."""
 
 
 class Item(NamedTuple):
@@ -143,6 +148,12 @@ def fingerprint_of(name: str, location: str, root: Path, options: Mapping[str, A
 
     Raises BadInput ``unknown_source``, ``params_invalid`` for its options, or whatever the source itself refuses with.
     """
+    if _is_on_the_web(name, location):
+        from tasks.sources.web import version
+
+        policy, options = _policy(name, options)
+        _options(name, _opener(name), options)
+        return version(location, policy)
     extra = _options(name, _opener(name), options)
     if name in BUILT_IN and name not in OWN_URLS and is_url(location):
         return "" if any(is_url(str(value)) for value in options.values()) else listed(location)
@@ -156,7 +167,28 @@ def open_source(name: str, location: str, root: Path, limits: Limits = Limits(),
     whatever the source itself refuses with.
     """
     opener = _opener(name)
-    return opener(location, root, limits, *_options(name, opener, options))
+    if not _is_on_the_web(name, location):
+        return opener(location, root, limits, *_options(name, opener, options))
+    from tasks.sources.web import copy_of
+
+    policy, options = _policy(name, options)
+    checked = _options(name, opener, options)
+    return opener(str(copy_of(location, policy, root, limits.max_unpacked_bytes).absolute()), root, limits, *checked)
+
+
+def _is_on_the_web(name: str, location: str) -> bool:
+    return name in ONE_FILE and location.lower().startswith(("http://", "https://"))
+
+
+def _policy(name: str, given: Mapping[str, Any]) -> tuple[WebPolicy, Mapping[str, Any]]:
+    """The policy by which a source's file is fetched, and the options that are left for the source itself."""
+    from tasks.sources.web import WebPolicy
+
+    web = given.get("web", {})
+    policy = check_options(WebPolicy, dict(web) if isinstance(web, Mapping) else {"web": web}, "ingest.options.web")
+    model = _OPTIONS.get(_opener(name))
+    own = model is not None and "web" in model.model_fields
+    return policy, given if own else {key: value for key, value in given.items() if key != "web"}
 
 
 def _options(name: str, opener: Opener, given: Mapping[str, Any]) -> tuple[Section, ...]:

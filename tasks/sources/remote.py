@@ -70,7 +70,7 @@ def mirror(url: str, root: Path) -> Path:
     if (scheme := _scheme(url)) in ("file", "local"):
         return Path(url.partition("://")[2])
     store, path = _store(url, scheme)
-    folder = (root / STATE if (root / PARAMS).is_file() else _cache_home()) / "downloads" / digest_of(url.rstrip("/"))[:20]
+    folder = folder_of(url, root)
     with file_lock(folder / "lock", LOCK_TIMEOUT_S, f"the copy of {url}"):
         files, single = _listing(store, path, url)
         view = folder / "views" / digest_of([file[:4] for file in files])[:20]
@@ -84,6 +84,11 @@ def mirror(url: str, root: Path) -> Path:
             os.utime(used)
         _forget(folder)
     return view / files[0].name if single else view
+
+
+def folder_of(url: str, root: Path) -> Path:
+    """Where copies of what ``url`` names lie: below the project ``root``, or where that is none below the user's cache."""
+    return (root / STATE if (root / PARAMS).is_file() else _cache_home()) / "downloads" / digest_of(url.rstrip("/"))[:20]
 
 
 def reader(url: str) -> Callable[[str, int], bytes | str]:
@@ -122,7 +127,7 @@ def _scheme(url: str) -> str:
     if "::" in url or scheme in WRAPPERS:
         raise _refused("the location leads over another one", scheme, "one store, such as s3://bucket/folder")
     if scheme in ("http", "https"):
-        raise _refused("a source over HTTP", url.partition("?")[0], "an image list or API: ingest.source http, or table with URLs")
+        raise _refused("a folder over HTTP", url.partition("?")[0], "one file of the kinds archive, table, parquet ..., or ingest.source: http")
     return scheme
 
 

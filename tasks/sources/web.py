@@ -25,17 +25,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar
-from urllib.parse import SplitResult, urljoin, urlsplit, urlunsplit
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit, urlunsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from tasks.core.config import Section
 from tasks.core.errors import BadInput, TrainyardError, Transient, of_machine
-from tasks.core.files import fsync_dir, sha256_file, write_atomic
+from tasks.core.files import file_lock, fsync_dir, sha256_file, write_atomic
+from tasks.sources.remote import folder_of
 
 KNOB = "ingest.options.web"
 CHUNK = 1 << 16
 RETRY_AFTER_MAX_S = 30.0
+COPY_LOCK_S = 6 * 3600.0
 CONNECT_S = 10.0
 """Seconds that one address is waited for, at most."""
 RENEWS = 1 << 20
@@ -184,6 +186,40 @@ def fetch(url: str, policy: WebPolicy, max_bytes: int | None = None, *, resolver
             return b"".join(_body(url, response, most, clock))
 
     return _tried(once, policy)
+
+
+def version(url: str, policy: WebPolicy, *, resolver: Resolver = resolve) -> str:
+    """What the server says that moves with the body at ``url``: its ETag, else its time and length; "" where it says neither. Raises as ``fetch``."""
+
+    def once() -> str:
+        with _get(url, policy, {}, _Clock(policy.timeout_s), resolver) as response:
+            if response.status != 200:
+                raise _failed(url, f"status {response.status}")
+            told = response.headers
+            return told.get("ETag", "") or (told.get("Last-Modified", "") and f"{told['Last-Modified']} {told.get('Content-Length', '')}")
+
+    return _tried(once, policy)
+
+
+def copy_of(url: str, policy: WebPolicy, root: Path, max_bytes: int) -> Path:
+    """A local copy of the file at ``url`` as it is now, under its own last name; not fetched again while its ``version`` stands still.
+
+    Raises as ``download`` does, BadInput ``source_unavailable`` for a URL without a file's name, and Transient ``lock_busy``.
+    """
+    name = unquote(urlsplit(url).path).rpartition("/")[2]
+    if not name or name.startswith(".") or "\0" in name or len(name.encode("utf-8", "replace")) > 200:
+        raise BadInput(
+            "source_unavailable", "the URL names no file", value=masked(url), constraint="a file's name at its end", knob="ingest.location"
+        )
+    folder = folder_of(url, root) / "web"
+    target, known = folder / name, folder / ".version"
+    with file_lock(folder.with_name("lock"), COPY_LOCK_S, f"the copy of {masked(url)}"):
+        now = version(url, policy)
+        if not (now and target.is_file() and known.is_file() and known.read_text(encoding="utf-8") == now):
+            known.unlink(missing_ok=True)
+            download(url, policy, target, max_bytes=max_bytes)
+            write_atomic(known, now.encode(), 0o600)
+    return target
 
 
 def download(url: str, policy: WebPolicy, target: Path, sha256: str | None = None, max_bytes: int = 1 << 40, *, resolver: Resolver = resolve) -> Path:
