@@ -1,4 +1,4 @@
-"""From encoded images to pixels that a training can read: the plain way against tasks.prepare, side by side.
+"""From encoded images to pixels that a training can read: the plain way against tasks.prepare, side by side; and validate's look at each.
 
 Run: python -m bench.prepare [IMAGES]   (looks for cifar10.zip in $TRAINYARD_DATA or ../shared/data)
 """
@@ -15,11 +15,14 @@ from statistics import median
 
 import numpy as np
 from PIL import Image
+from threadpoolctl import threadpool_limits
 
 from bench.machine import shared_data, write_result
 from tasks.core.artifacts import DatasetRef, ValidationReport
 from tasks.core.config import IngestConfig, PrepareConfig, ValidateConfig
+from tasks.images.decode import policy_of
 from tasks.images.shards import iter_rows
+from tasks.images.table import Bounds, inspect_all
 from tasks.ingest import ingest
 from tasks.prepare import prepare
 from tasks.validate import validate
@@ -39,6 +42,14 @@ def plain(files: list[tuple[Path, int]], out: Path) -> None:
         labels.append(label)
     with out.open("wb") as file:
         pickle.dump((pixels, labels), file)
+
+
+def look(ref: DatasetRef) -> None:
+    """What validate does with each image, without the suite and the page."""
+    bounds = Bounds(policy_of(CONFIG.decode), 8, 10_000)
+    with threadpool_limits(1, "blas"):
+        for _ in inspect_all(iter_rows(ref), bounds, 6):
+            pass
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -81,10 +92,11 @@ def main(images: int) -> None:
         ref = ingest(IngestConfig(source="archive", location=str(source)), root)
         report = validate(ref, ValidateConfig(), CONFIG, root)
         files = unpack(root, ref)
-        plain_s, ours_s, again_s = [], [], []
+        plain_s, ours_s, again_s, looks_s = [], [], [], []
         for _ in range(ROUNDS):
             plain_s.append(seconds(lambda: plain(files, root / "plain.pkl")))
             ours_s.append(seconds(lambda: prepare(ref, report, CONFIG, root)))
+            looks_s.append(seconds(lambda: look(ref)))
         less = without_each_hundredth(ref, report, root / "less")
         for _ in range(ROUNDS):
             prepare(*less, REUSING, root / "less")
@@ -92,7 +104,12 @@ def main(images: int) -> None:
     count = len(files)
     rows = [
         f"| {name} | {median(times):.2f} | {count / median(times):,.0f} | {median(plain_s) / median(times):.1f} |"
-        for name, times in (("plain: open, convert, resize one by one, pickle", plain_s), ("prepare", ours_s), ("prepare, 1 % new", again_s))
+        for name, times in (
+            ("plain: open, convert, resize one by one, pickle", plain_s),
+            ("prepare", ours_s),
+            ("prepare, 1 % new", again_s),
+            ("validate's part for each image: decode, statistics, hash, sketch, digest", looks_s),
+        )
     ]
     head = f"# Prepare\n\n`python -m bench.prepare {images}`: {count:,} JPEGs of 32 x 32, medians of {ROUNDS} interleaved rounds.\n"
     write_result("prepare", f"{head}\n| way | s | images/s | times as fast as plain |\n|---|---|---|---|\n" + "\n".join(rows))
