@@ -1,4 +1,4 @@
-"""Many runs at once: eight retrainings of one repository, and two hundred queued runs for four workers.
+"""Many runs at once: eight retrainings of one repository, and two hundred queued runs for four workers, on PostgreSQL.
 
 python -m bench.crowd [RETRAININGS] [QUEUED]
 """
@@ -57,7 +57,7 @@ def queue(place: Yard, count: int) -> tuple[float, list[int]]:
 
 def main(retrainings: int, queued: int) -> None:
     """Measure and write the result."""
-    with yard(workers=WORKERS, runs=RUNS) as place:
+    with yard(workers=WORKERS, runs=RUNS, on_postgres=True) as place:
         first = place.wait(place.trigger("retrain/manual", reason="a first model"))
         assert first["name"] == "Completed", first
         alone = time.monotonic()

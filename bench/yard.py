@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from bench.projects import fresh_project, run
+from flows import postgres
 from flows.automations import MAX_STARTS
 from tasks.backends import model_registry
 from tasks.core.config import PARAMS, apply_overrides, load_params
@@ -88,6 +90,8 @@ class Yard:
     api: str
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     server: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    database: dict[str, str] = field(default_factory=dict)
+    """What tells the server of another database than SQLite."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -95,7 +99,7 @@ class Yard:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "BENTOML_", "TRAINYARD_"))}
         author = {f"GIT_{who}_{what}": "yard@localhost" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
         own = {"PREFECT_API_URL": self.api, "PREFECT_HOME": str(self.root / ".trainyard" / "prefect"), "PREFECT_WORKER_QUERY_SECONDS": "1"}
-        return {**clean, **QUIET, **author, **own, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        return {**clean, **QUIET, **author, **own, **self.database, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """One request to the server's API: the JSON answer. A server that is busy (503) is asked again for BUSY_S.
@@ -237,13 +241,18 @@ class Yard:
 
 
 @contextmanager
-def yard(seed: int = 0, workers: int = 1, images: int = 30, runs: int = 4) -> Iterator[Yard]:
-    """A set-up yard: server, deployments (their schedules off: the clock is the caller's), ``workers`` with ``runs`` each, a first source."""
-    with fresh_project("digits") as root:
+def yard(seed: int = 0, workers: int = 1, images: int = 30, runs: int = 4, on_postgres: bool = False) -> Iterator[Yard]:
+    """A set-up yard: server, deployments (their schedules off: the clock is the caller's), ``workers`` with ``runs`` each, a first source.
+
+    Its server keeps its book in SQLite, or with ``on_postgres`` as `make up` does where PostgreSQL is installed.
+    """
+    with ExitStack() as stack:
+        root = stack.enter_context(fresh_project("digits"))
+        database = stack.enter_context(_postgres(root)) if on_postgres else {}
         source = Source(root.parent / "source", seed)
         source.grow(images)
         _configure(root, source.folder)
-        made = Yard(root, source, f"http://127.0.0.1:{spare_port()}/api")
+        made = Yard(root, source, f"http://127.0.0.1:{spare_port()}/api", database=database)
         try:
             made.start_server()
             made.python("-m", "flows.setup")
@@ -257,6 +266,39 @@ def yard(seed: int = 0, workers: int = 1, images: int = 30, runs: int = 4) -> It
             for left in made.processes():
                 end_hard(left)
             run(root, "-m", "tasks.deploy", "--stop")
+
+
+@contextmanager
+def _postgres(root: Path) -> Iterator[dict[str, str]]:
+    """A PostgreSQL of the project's own; the variable that tells a Prefect server of it. Raises RuntimeError where none can run."""
+    root.parent.chmod(0o711)  # PostgreSQL's user must pass
+    cluster = postgres.find(root)
+    if isinstance(cluster, str):
+        raise RuntimeError(cluster)
+    password, port = secrets.token_hex(16), spare_port()
+    cluster.make(password)
+    server = subprocess.Popen(
+        cluster.command(port),
+        env=postgres.ENVIRONMENT,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        **postgres.identity(cluster.user),
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not postgres.answers(port, password):
+            if time.monotonic() > deadline or server.poll() is not None:
+                raise RuntimeError("PostgreSQL did not become ready")
+            time.sleep(0.2)
+        postgres.make_databases(port, password, ["prefect"])
+        url = f"postgresql+asyncpg://{postgres.OWNER}:{password}@127.0.0.1:{port}/prefect"
+        yield {"PREFECT_SERVER_DATABASE_CONNECTION_URL": url}
+    finally:
+        server.send_signal(signal.SIGINT)  # PostgreSQL's fast shutdown
+        server.wait()
 
 
 def _configure(root: Path, source: Path) -> None:
