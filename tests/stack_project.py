@@ -60,15 +60,14 @@ class Stack:
     def processes(self) -> list[psutil.Process]:
         """Everything that the stack runs."""
         found = daemons.tagged(servers.ROOT_VARIABLE, self.root, servers.PART_VARIABLE)
-        postgres_too = [
-            process for process in psutil.process_iter() if "postgres" in process.name() and str(self.root) in " ".join(process.cmdline())
-        ]
+        lines = ((process, daemons.command_line(process)) for process in psutil.process_iter())
+        postgres_too = [process for process, line in lines if "postgres" in line and str(self.root) in line]
         return [process for processes in found.values() for process in processes] + postgres_too
 
     def leader(self, part: str, command: str) -> psutil.Process:
         """The process of ``part`` whose command line holds ``command``."""
         found = daemons.tagged(servers.ROOT_VARIABLE, self.root, servers.PART_VARIABLE)[part]
-        return next(process for process in found if command in " ".join(process.cmdline()))
+        return next(process for process in found if command in daemons.command_line(process))
 
     def api(self, path: str, body: Any = None) -> Any:
         """The answer of Prefect's API, logged in."""

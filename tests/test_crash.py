@@ -21,6 +21,7 @@ import pytest
 from conftest import Done, Project
 
 from flows.bindings import failure_of
+from tasks.core import daemons
 from tasks.core.artifacts import BentoRef, GateDecision, ImageCache, ModelVersion, TrainedModel
 from tasks.core.config import apply_overrides
 from tasks.core.errors import BadInput, Transient, of_machine
@@ -275,7 +276,7 @@ def test_kill_the_stage_then_the_flow_then_run_again(finished: Project, tmp_path
         flow = subprocess.Popen(command, cwd=root, env=project.environment, stdout=sink, stderr=sink, start_new_session=True)
         try:
             wait_until(lambda: "epoch 2/12" in text() or flow.poll() is not None, 120, "no epoch 2")
-            stage = next(process for process in own_processes(root) if process.cmdline()[-2:] == ["-m", "tasks.train"] and _parent_is_dvc(process))
+            stage = next(process for process in own_processes(root) if _trains(process) and not _trains(process.parent()))
             stage.kill()
             wait_until(lambda: "resuming after epoch" in text() or flow.poll() is not None, 120, "no second attempt")
             assert "error[stage_killed]: train was ended by SIGKILL; " in text(), text()
@@ -291,6 +292,5 @@ def test_kill_the_stage_then_the_flow_then_run_again(finished: Project, tmp_path
     TrainedModel.load(root).verify()
 
 
-def _parent_is_dvc(process: psutil.Process) -> bool:
-    parent = process.parent()
-    return parent is not None and parent.cmdline()[-2:] != ["-m", "tasks.train"]
+def _trains(process: psutil.Process | None) -> bool:
+    return process is not None and daemons.command_line(process).endswith("-m tasks.train")

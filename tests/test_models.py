@@ -88,7 +88,9 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     """A pickle is never opened."""
     path = tmp_path / "w.safetensors"
     torch.save({"head.weight": torch.zeros(1)}, path)
-    for candidate in (path, tmp_path / "absent.safetensors"):
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "text.safetensors").write_text("no tensors here, but words")
+    for name, code in (("w", "unsafe_model_file"), ("empty", "checkpoint_corrupt"), ("text", "unreadable"), ("absent", "unreadable")):
         with pytest.raises(BadInput) as caught:
-            start(build_model("small_resnet", 3, 4, 8), candidate)
-        assert caught.value.code == "unreadable"
+            start(build_model("small_resnet", 3, 4, 8), tmp_path / f"{name}.safetensors")
+        assert caught.value.code == code

@@ -182,7 +182,7 @@ def test_without_postgresql_up_works_on_sqlite_and_down_reports_the_run_it_cuts_
         run = made.start(made.add_probe("trainyard"), name="long", seconds=600)
         made.wait_for_run(run, "RUNNING")
         until = time.monotonic() + 30
-        while not (held := [process for process in made.processes() if "time.sleep(600" in " ".join(process.cmdline())]):
+        while not (held := [process for process in made.processes() if "time.sleep(600" in daemons.command_line(process)]):
             assert time.monotonic() < until
             time.sleep(0.2)
         made.make("down")
@@ -196,7 +196,7 @@ def test_without_postgresql_up_works_on_sqlite_and_down_reports_the_run_it_cuts_
 
 @pytest.mark.slow
 def test_up_twice_changes_nothing(stack: Stack) -> None:
-    before = {process.pid for process in stack.processes() if "python" in process.name()}
+    before = {process.pid for process in stack.processes() if "python" in daemons.command_line(process)}
     assert states(stack.make("up"), *PARTS) == {"running"}
     assert before <= {process.pid for process in stack.processes()}
 

@@ -60,6 +60,14 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
+def command_line(process: psutil.Process) -> str:
+    """The words of its command, with spaces between; empty for one that has ended or does not show it."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.Error, OSError):
+        return ""
+
+
 def require_port(host: str, port: int, knob: str) -> None:
     """Raise BadInput ``port_taken`` where ``port`` cannot be bound, with the id of the program that has it, if it shows."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -72,18 +80,18 @@ def require_port(host: str, port: int, knob: str) -> None:
         except OSError as error:
             reason = error.strerror
     holder = _holder(port)
-    value = f"{port}, held by process {holder.pid} ({holder.name()})" if holder else f"{port} ({reason})"
+    value = f"{port}, held by process {holder}" if holder else f"{port} ({reason})"
     raise BadInput("port_taken", f"port {port} on {host} cannot be bound", value=value, constraint="a free port", knob=knob)
 
 
-def _holder(port: int) -> psutil.Process | None:
+def _holder(port: int) -> str:
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                return psutil.Process(connection.pid)
-    except (psutil.Error, OSError):
+                return f"{connection.pid} ({psutil.Process(connection.pid).name()})"
+    except (psutil.Error, OSError):  # another user's, or it ended meanwhile
         pass
-    return None
+    return ""
 
 
 def last_line(log: Path) -> str:
