@@ -107,7 +107,7 @@ def main(images: int) -> None:
         for name, times in (
             ("plain: open, convert, resize one by one, pickle", plain_s),
             ("prepare", ours_s),
-            ("prepare, 1 % new", again_s),
+            ("prepare, 1 % new, amid the others", again_s),
             ("validate's part for each image: decode, statistics, hash, sketch, digest", looks_s),
         )
     ]

@@ -21,6 +21,8 @@ from tasks.core.process import die_with_parent, quiet_environment
 if TYPE_CHECKING:
     import numpy as np
 
+    from tasks.images.pixels import Pixels
+
 CHUNK_BYTES = 16_000_000
 MAX_RATIO = 4 / 3
 """Aspect ratios of random resized crops, 3/4 to 4/3, as in torchvision."""
@@ -49,7 +51,7 @@ def augment(cache: ImageCache, config: AugmentConfig, out: Path) -> TrainingSet:
     with publish_dir((out / TrainingSet.PATH).parent) as folder:
         chosen = spread(view.labels, len(cache.classes), config.preview_images)
         names = [cache.classes[view.labels[row]] for row in chosen]
-        write_atomic(folder / "preview.png", _preview(view.pixels[chosen], names, ops))
+        write_atomic(folder / "preview.png", _preview(view.pixels[np.array(chosen)], names, ops))
         trainset = TrainingSet(
             made_from=lineage(cache),
             files=file_digests(folder, "preview.png"),
@@ -63,7 +65,7 @@ def augment(cache: ImageCache, config: AugmentConfig, out: Path) -> TrainingSet:
     return TrainingSet.load(out)
 
 
-def channel_statistics(pixels: np.ndarray) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def channel_statistics(pixels: np.ndarray | Pixels) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Mean and standard deviation of each channel of uint8 [N, S, S, 3], on the 0-255 scale; a deviation is at least 1.
 
     Sums are exact integers and chunks are read in turn: memory is flat, and every machine gets the same numbers.

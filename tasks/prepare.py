@@ -1,4 +1,4 @@
-"""Split the sound images for good and decode each once into the packed pixel cache.
+"""Split the sound images for good and decode each once into the packed pixel cache, or keep them encoded there.
 
 python -m tasks.prepare      in a project's root; reads data/ and artifacts/validation, writes artifacts/cache
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core import errors
-from tasks.core.artifacts import SPLITS, DatasetRef, DecodeSpec, ImageCache, Split, ValidationReport, lineage
+from tasks.core.artifacts import SPLITS, CacheForm, DatasetRef, DecodeSpec, ImageCache, Split, ValidationReport, lineage
 from tasks.core.config import PrepareConfig, load_params
 from tasks.core.errors import BadInput
 from tasks.core.files import home_of
@@ -35,11 +35,11 @@ CHUNK_IMAGES, CHUNK_BYTES = 32, 1_000_000
 def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, out: Path) -> ImageCache:
     """Write artifacts/cache below ``out``: all of it, index.json last, or nothing.
 
-    Every sound image of ``report``'s table gets its sticky split (tasks.images.splits) and is decoded and resized once, or copied from
-    a former cache of the same decode spec (tasks.images.former), which changes no byte. The
-    table is held in memory, pixels and encoded bytes are not. Raises BadInput ``validation_failed``, ``artifact_foreign``,
-    ``artifact_edited``, ``class_too_small``, ``class_not_in_train``, ``group_straddles``, or an image's own code where it no
-    longer decodes.
+    Every sound image of ``report``'s table gets its sticky split (tasks.images.splits) and is decoded and resized once, or taken from
+    a former cache of the same decode spec (tasks.images.former), which changes no byte. Or its bytes are kept as they are, where
+    ``config.cache`` says so or its size does (``form_of``). The table is held in memory, pixels and encoded bytes are not.
+    Raises BadInput ``validation_failed``, ``artifact_foreign``, ``artifact_edited``, ``class_too_small``, ``class_not_in_train``,
+    ``group_straddles``, or an image's own code where it no longer decodes.
     """
     from tasks.images import former
     from tasks.images.cache import publish_cache
@@ -52,13 +52,29 @@ def prepare(ref: DatasetRef, report: ValidationReport, config: PrepareConfig, ou
     decode = DecodeSpec(image_size=config.image_size, resize=config.resize, **config.decode.model_dump())
     entries = _entries(ref, report, config)
 
+    form = form_of(config, [one.bytes for split in SPLITS for one in entries[split]])
+
     def fill(writer: CacheWriter) -> None:
         former.copy_former(home_of(out), decode, writer)
-        _decode_all(ref, decode, writer)
+        if form == "pixels":
+            _decode_all(ref, decode, writer)
+        else:
+            for chunk in _chunks(ref, writer):
+                for row in chunk:
+                    writer.put_rows([row.sha256], row.data)
+        _require(writer.missing())
 
-    cache = publish_cache(out, entries, ref.classes, decode, lineage(ref, report), fill)
+    cache = publish_cache(out, entries, ref.classes, decode, lineage(ref, report), fill, form)
     former.keep(home_of(out), cache, config.reuse_mb)
     return cache
+
+
+def form_of(config: PrepareConfig, lengths: Sequence[int]) -> CacheForm:
+    """What a cache keeps of images of these lengths in bytes: the same for the same data and params on any machine."""
+    if config.cache != "auto":
+        return config.cache
+    pixels = len(lengths) * config.image_size**2 * 3
+    return "encoded" if pixels > config.pixels_mb * 1e6 and sum(lengths) < pixels else "pixels"
 
 
 def _entries(ref: DatasetRef, report: ValidationReport, config: PrepareConfig) -> dict[Split, list[Entry]]:
@@ -66,15 +82,17 @@ def _entries(ref: DatasetRef, report: ValidationReport, config: PrepareConfig) -
     import pyarrow.parquet as pq
 
     from tasks.images.cache import Entry
+    from tasks.images.shards import names_by_shard
     from tasks.images.splits import Member, check_classes, splitter
 
     index = {name: position for position, name in enumerate(ref.classes)}
     assign = splitter(ref, config)
+    shard_of = {sha256: shard for shard, names in names_by_shard(ref) for sha256 in names}
     entries: dict[Split, list[Entry]] = {split: [] for split in SPLITS}
     counts: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
     seen: set[str] = set()
     table = pq.ParquetFile(report.path("images.parquet"))
-    for batch in table.iter_batches(columns=["path", "label", "split", "group", "sha256", "reason"]):
+    for batch in table.iter_batches(columns=["path", "label", "split", "group", "sha256", "bytes", "reason"]):
         for row in batch.to_pylist():
             if row["reason"]:
                 continue
@@ -83,8 +101,10 @@ def _entries(ref: DatasetRef, report: ValidationReport, config: PrepareConfig) -
             if row["sha256"] in seen:
                 raise BadInput("conflicting_label", "the data hold an image twice", value=row["path"], constraint="each image once", knob=KNOB)
             seen.add(row["sha256"])
+            if row["sha256"] not in shard_of:
+                _require([row["sha256"]])
             split = assign.split_of(Member(row["sha256"], row["group"], row["split"]))
-            entries[split].append(Entry(row["sha256"], row["path"], index[row["label"]]))
+            entries[split].append(Entry(row["sha256"], row["path"], index[row["label"]], shard_of[row["sha256"]], row["bytes"]))
             counts[split][row["label"]] += 1
     check_classes(ref.classes, counts, frozenset(ref.splits))
     for split in SPLITS:
@@ -117,7 +137,10 @@ def _decode_all(ref: DatasetRef, decode: DecodeSpec, writer: CacheWriter) -> Non
             finally:
                 for future in waiting:
                     future.cancel()
-    missing = writer.missing()
+
+
+def _require(missing: list[str]) -> None:
+    """Refuse a report that names images which the data lack."""
     if missing:
         raise BadInput(
             "artifact_foreign",
@@ -128,7 +151,7 @@ def _decode_all(ref: DatasetRef, decode: DecodeSpec, writer: CacheWriter) -> Non
 
 
 def _chunks(ref: DatasetRef, writer: CacheWriter) -> Iterator[list[ImageRow]]:
-    """The rows of the data whose pixels the cache lacks, some at a time."""
+    """The rows of the data that the cache lacks, some at a time."""
     from tasks.images.shards import iter_rows
 
     chunk: list[ImageRow] = []
@@ -161,7 +184,8 @@ def main() -> None:
     root = Path()
     cache = prepare(DatasetRef.load(root), ValidationReport.load(root), load_params().prepare, root)
     size = cache.decode.image_size
-    print(f"prepare: {', '.join(f'{count} {split}' for split, count in cache.counts.items())} images of {size} x {size} in {cache.folder}")
+    kept = f"images of {size} x {size}" if cache.form == "pixels" else f"encoded images, to be decoded to {size} x {size},"
+    print(f"prepare: {', '.join(f'{count} {split}' for split, count in cache.counts.items())} {kept} in {cache.folder}")
 
 
 if __name__ == "__main__":

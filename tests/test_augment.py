@@ -14,7 +14,7 @@ from PIL import Image
 from test_cache import DECODE
 
 from tasks.augment import augment, channel_statistics, class_weights, describe, resolve, spread
-from tasks.core.artifacts import SPLITS, ImageCache, Split, TrainingSet, file_digests
+from tasks.core.artifacts import SPLITS, ImageCache, Split, TrainingSet
 from tasks.core.config import AugmentConfig
 from tasks.core.errors import BadInput
 from tasks.images import augment_ops
@@ -263,10 +263,9 @@ def make_cache(root: Path, other_test_pixels: bool = False) -> ImageCache:
                 pixels = rng.integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
                 writer.put(entry.sha256, 255 - pixels if other_test_pixels and split != "train" else pixels)
         writer.write_tables()
-    names = [f"{split}.{kind}" for split in SPLITS for kind in ("u8", "parquet")]
     decode = DECODE.model_copy(update={"image_size": SIZE})
     counts = {split: len(labels[split]) for split in SPLITS}
-    return ImageCache(classes=("a", "b"), counts=counts, decode=decode, test_digest="", files=file_digests(folder, *names)).save(root)
+    return ImageCache(classes=("a", "b"), counts=counts, decode=decode, test_digest="", files=writer.files(), shards=writer.sizes()).save(root)
 
 
 CONFIG = AugmentConfig(flip=True, translate_px=1, rotate_degrees=10, class_weights="balanced", preview_images=5)
@@ -295,7 +294,7 @@ def test_nothing_of_val_or_test_gets_into_the_policy(tmp_path: Path) -> None:
 def test_an_edited_cache_is_refused_and_the_old_policy_stays(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     before = augment(cache, CONFIG, tmp_path)
-    path = cache.path("train.u8")
+    path = cache.path("000001-00000.u8")
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(BadInput) as caught:
         augment(cache, CONFIG, tmp_path)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_prepare import CLASSES, CONFIG, images, project
 
-from tasks.core.artifacts import ImageCache
+from tasks.core.artifacts import ImageCache, lineage
 from tasks.core.config import PrepareConfig
 from tasks.core.files import STATE, file_lock
+from tasks.core.process import QUIET
 from tasks.images import decode, former, shards
 from tasks.prepare import prepare
 
@@ -95,7 +103,7 @@ def test_a_damaged_store_is_ignored_and_made_anew(damage: str, tmp_path: Path, c
     rows = images(40)
     counted(tmp_path, rows)
     folder = next((tmp_path / former.PIXELS).iterdir()) / "artifacts" / "cache"
-    pixels, index = folder / "train.u8", folder / "index.json"
+    pixels, index = folder / "000001-00000.u8", folder / "index.json"
     data = pixels.read_bytes()
     changed = {"bit": data[:50] + bytes([data[50] ^ 1]) + data[51:], "cut": data[:-1]}.get(damage, data)
     pixels.unlink()  # the file may be artifacts/cache's too
@@ -146,8 +154,75 @@ def test_changing_the_cache_in_place_changes_nothing_that_is_taken(tmp_path: Pat
     """Attack: artifacts/cache shares its bytes with the store where it is a hard link; an edit there must not come back."""
     rows = images(40)
     counted(tmp_path, rows)
-    pixels = tmp_path / "artifacts" / "cache" / "test.u8"
+    pixels = tmp_path / "artifacts" / "cache" / "000001-00000.u8"
     with pixels.open("r+b") as file:
         file.write(bytes(64))
     counted(tmp_path, rows)
     assert cache_bytes(tmp_path) == fresh(tmp_path / "fresh", rows)
+
+
+def batches(root: Path, parts: list[list[shards.ImageRow]], form: str, bad: dict[str, str] | None = None) -> ImageCache:
+    """The cache of data that came in batches, a shard each, its former output gone."""
+    rows = [row for part in parts for row in part]
+    ref, report = project(root, rows, bad)
+    written = [shard for number, part in enumerate(parts, 1) for shard in shards.write_shards(root / "data", number, part, 10**9, "test")]
+    ref = ref.model_copy(update={"shards": tuple(written)}).save(root)
+    report = report.model_copy(update={"made_from": lineage(ref)}).save(root)
+    shutil.rmtree(root / "artifacts" / "cache", ignore_errors=True)
+    return prepare(ref, report, REUSING.model_copy(update={"cache": form}), root)
+
+
+@pytest.mark.parametrize("form", ["pixels", "encoded"])
+def test_a_batch_is_a_file_and_the_others_are_the_former_ones(form: str, tmp_path: Path, counted: Counted) -> None:
+    """Their bytes are neither written nor, by DVC, stored again; an image that leaves changes its own batch's file alone."""
+    rows = images(150)
+    parts = [rows[:60], rows[60:100], rows[100:]]
+    first = batches(tmp_path, parts[:2], form)
+    kept = {name: first.path(name).stat().st_ino for name in first.files if not name.endswith(".parquet")}
+    before = counted.decoded
+    second = batches(tmp_path, parts, form).verify()
+    assert counted.decoded - before == (50 if form == "pixels" else 0)
+    assert list(second.shards) == ["000001-00000", "000002-00000", "000003-00000"]
+    assert {name: second.path(name).stat().st_ino for name in kept} == kept
+    assert cache_bytes(tmp_path) == {path.name: path.read_bytes() for path in batches(tmp_path / "fresh", parts, form).folder.iterdir()}
+    third = batches(tmp_path, parts, form, bad={rows[70].sha256: "leak_near"})
+    assert counted.decoded - before == (50 + 150 if form == "pixels" else 0), "150 of the fresh one"
+    same = {name for name in second.files if name in third.files and third.files[name] == second.files[name] and not name.endswith(".parquet")}
+    assert len(same) == 2
+    assert cache_bytes(tmp_path) == {
+        path.name: path.read_bytes() for path in batches(tmp_path / "fresh", parts, form, {rows[70].sha256: "leak_near"}).folder.iterdir()
+    }
+
+
+def test_dvc_stores_of_a_batch_its_own_file_and_the_tables(tmp_path: Path) -> None:
+    rows = images(150)
+    parts = [rows[:100], rows[100:]]
+
+    def stored() -> list[int]:
+        subprocess.run([sys.executable, "-m", "dvc", "add", "-q", "artifacts/cache"], cwd=tmp_path, check=True, env={**os.environ, **QUIET})
+        return sorted(path.stat().st_size for path in (tmp_path / ".dvc" / "cache" / "files").rglob("*") if path.is_file())
+
+    subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--no-scm"], cwd=tmp_path, check=True, env={**os.environ, **QUIET})
+    batches(tmp_path, parts[:1], "pixels")
+    before = stored()
+    cache = batches(tmp_path, parts, "pixels")
+    new = Counter(stored()) - Counter(before)
+    assert new.total() == 1 + 3 + 2, "the batch's file, the tables, the index and DVC's list"
+    assert cache.shards["000002-00000"] in new
+    assert cache.shards["000001-00000"] not in new
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_any_history_of_batches_gives_the_cache_of_a_fresh_prepare(data: st.DataObject) -> None:
+    """Attack: batches that come, and images that leave and return, in either form."""
+    pool = images(90)
+    form = data.draw(st.sampled_from(["pixels", "encoded"]))
+    with TemporaryDirectory() as folder:
+        for step in range(data.draw(st.integers(2, 4))):
+            parts = [pool[:40], pool[40:70], pool[70:80], pool[80:]][: min(4, step + 1)]
+            out = data.draw(st.sets(st.integers(0, sum(map(len, parts)) - 1), max_size=3))
+            bad = {pool[number].sha256: "leak_near" for number in out}
+            batches(Path(folder) / "p", parts, form, bad)
+            fresh_one = batches(Path(folder) / f"fresh{step}", parts, form, bad)
+            assert cache_bytes(Path(folder) / "p") == {path.name: path.read_bytes() for path in fresh_one.folder.iterdir()}

@@ -55,7 +55,8 @@ def project(root: Path, rows: list[shards.ImageRow], bad: dict[str, str] | None 
     folder = root / "artifacts" / "validation"
     folder.mkdir(parents=True, exist_ok=True)
     columns = {name: pa.array([getattr(row, name) for row in rows], pa.string()) for name in ("path", "label", "split", "group", "sha256")}
-    pq.write_table(pa.table({**columns, "reason": [bad.get(row.sha256, "") for row in rows]}), folder / "images.parquet")
+    lengths = pa.array([len(row.data) for row in rows], pa.int64())
+    pq.write_table(pa.table({**columns, "bytes": lengths, "reason": [bad.get(row.sha256, "") for row in rows]}), folder / "images.parquet")
     fields = {
         "success": True,
         "images": len(rows),
@@ -85,7 +86,7 @@ def test_the_cache_holds_every_image_once_with_its_own_pixels_and_label(tmp_path
         assert view.pixels.shape == (cache.counts[split], 8, 8, 3)
         assert view.labels.dtype == np.int64
         assert view.sha256 == sorted(view.sha256)
-        for pixels, label, sha, path in zip(*view[:2], *view[2:], strict=True):
+        for pixels, label, sha, path in zip(view.pixels[:], *view[1:], strict=True):
             row = by_sha[sha]
             assert (CLASSES[label], path) == (row.label, row.path)
             assert np.array_equal(pixels, to_square(decode(row.data, policy_of(CONFIG.decode)), 8, "stretch"))
@@ -220,15 +221,17 @@ def test_an_image_that_the_data_lost_is_named(tmp_path: Path) -> None:
     assert nothing_written(tmp_path)
 
 
-def test_memory_does_not_grow_with_the_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["pixels", "encoded"])
+def test_memory_does_not_grow_with_the_images(form: str, tmp_path: Path) -> None:
     """60 MB of encoded images pass through; the peak of Python's own memory stays at a few row groups."""
     rows = images(200, side=320, kind="BMP")
     ref, report = project(tmp_path, rows)
     total = sum(len(row.data) for row in rows)
     del rows
-    prepare(ref, report, CONFIG, tmp_path)
+    config = CONFIG.model_copy(update={"cache": form})
+    prepare(ref, report, config, tmp_path)
     tracemalloc.start()
-    prepare(ref, report, CONFIG, tmp_path)
+    prepare(ref, report, config, tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert total > 60e6

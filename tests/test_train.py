@@ -32,7 +32,7 @@ def test_wrong_inputs_are_refused_before_any_rank_starts(tmp_path: Path) -> None
     assert refused(tmp_path, training_set, cache.model_copy(update={"digest": "f" * 64})).code == "artifact_foreign"
     assert refused(tmp_path, training_set, cache, model="resnet19").code == "unknown_model"
     assert refused(tmp_path, training_set, cache, weights="absent.safetensors").code == "unreadable"
-    pixels = cache.path("train.u8")
+    pixels = cache.path("000001-00000.u8")
     pixels.write_bytes(pixels.read_bytes()[:-1] + b"\0")
     assert refused(tmp_path, training_set, cache).code == "artifact_edited"
 

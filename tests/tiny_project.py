@@ -127,9 +127,9 @@ def make_project(root: Path, *, sharpness: float = 8.0, champion: ChampionRef | 
     )
     dataset = _write_data(root, pictures)
     validation = ValidationReport(success=True, images=30, sound=30, checks=(), quarantined=(), made_from=lineage(dataset)).save(root)
-    cache = ImageCache(
-        classes=CLASSES, counts={"train": 6, "val": 0, "test": 24}, decode=DECODE, test_digest="0" * 64, made_from=lineage(dataset, validation)
-    ).save(root)
+    counts = {"train": 6, "val": 0, "test": 24}
+    made_from = lineage(dataset, validation)
+    cache = ImageCache(classes=CLASSES, counts=counts, decode=DECODE, shards={}, test_digest="0" * 64, made_from=made_from).save(root)
     trainset = TrainingSet(mean=(1.0, 1.0, 1.0), std=(1.0, 1.0, 1.0), class_weights=(1.0,) * 3, ops=(), made_from=lineage(cache)).save(root)
     folder = (root / TrainedModel.PATH).parent
     folder.mkdir(parents=True, exist_ok=True)

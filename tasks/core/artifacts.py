@@ -229,9 +229,13 @@ class DecodeSpec(BaseModel):
     background: tuple[int, int, int]
 
 
+CacheForm = Literal["pixels", "encoded"]
+
+
 class ImageCache(Artifact):
-    """Decoded pixels. Files: {train,val,test}.u8 (uint8 N x S x S x 3, C order), {split}.parquet (row, sha256, path,
-    label_index), index.json.
+    """Pixels by data shard and tables by split. Files: one for each shard of data/ (000001-00000.u8: uint8 N x S x S x 3, C order, of its
+    sound images by ascending sha256), {split}.parquet (row, sha256, path, label_index, and the shard, start and bytes of each image),
+    index.json. Where ``form`` is "encoded", .images instead of .u8: the images' own bytes; readers decode them to the same pixels.
 
     Digest: over index.json. Writer: prepare. Readers: augment, train, evaluate, gate.
     ``test_digest`` is the digest of the sorted (sha256, label) pairs of the test split: equal digests mean that two
@@ -244,6 +248,8 @@ class ImageCache(Artifact):
     classes: tuple[str, ...]
     counts: dict[str, int] = Field(description="split -> images")
     decode: DecodeSpec
+    form: CacheForm = "pixels"
+    shards: dict[str, int] = Field(description="shard of data/ -> bytes of its file")
     test_digest: str
 
 

@@ -100,7 +100,7 @@ class DecodeConfig(Section):
 
 
 class PrepareConfig(Section):
-    """Splits and the packed pixel cache."""
+    """Splits and the image cache."""
 
     image_size: int = Field(16, ge=4, le=1024, description="side of the square cached image in pixels")
     resize: Literal["stretch", "crop", "letterbox"] = Field(
@@ -110,6 +110,10 @@ class PrepareConfig(Section):
     val_share: Share = Field(0.15, description="share of groups in the validation split, where the source gives none")
     test_share: Share = Field(0.20, description="share of groups in the test split, where the source gives none")
     seed: int = Field(0, ge=0, description="seed of the sticky split")
+    cache: Literal["auto", "pixels", "encoded"] = Field(
+        "auto", description="what is kept of an image: its pixels, packed, or its bytes, decoded each time they are read; auto: by size"
+    )
+    pixels_mb: float = Field(16_000.0, ge=0.0, description="auto: most MB (10^6 bytes) of pixels; above it images stay encoded, if they are smaller")
     reuse_mb: float = Field(4096.0, ge=0.0, description="most MB (10^6 bytes) of former caches kept to copy from; 0 decodes all anew")
 
     @model_validator(mode="after")

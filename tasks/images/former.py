@@ -1,4 +1,4 @@
-"""Pixels of former caches, kept machine-locally, so that prepare copies what it has decoded before.
+"""Files of former caches, kept machine-locally, so that prepare links or copies what it has decoded before.
 
 DVC removes a stage's outputs before it runs, so the former artifacts/cache is gone when the next is made. Each one therefore also
 lies, hard-linked where that works, in .trainyard/pixels/KEY of the project: KEY is the digest of all that decides an image's pixels
@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.core.artifacts import SPLITS, DecodeSpec, ImageCache
+from tasks.core.artifacts import CacheForm, DecodeSpec, ImageCache
 from tasks.core.errors import BadInput
 from tasks.core.files import STATE, digest_of, publish_dir, sha256_file, try_lock
 
@@ -28,7 +28,7 @@ STEP = 8 << 20
 """Bytes that are copied at once."""
 
 
-def key_of(decode: DecodeSpec) -> str:
+def key_of(decode: DecodeSpec, form: CacheForm) -> str:
     """Hex digest of everything beside an image's bytes that its pixels depend on."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -43,15 +43,17 @@ def key_of(decode: DecodeSpec) -> str:
     except PackageNotFoundError:
         codecs["simplejpeg"] = None
     code = sha256_file(Path(module.__file__))
-    return digest_of({"decode": decode.model_dump(mode="json"), "code": code, "pillow": __version__, "numpy": np.__version__, "codecs": codecs})
+    versions = {"pillow": __version__, "numpy": np.__version__, "codecs": codecs}
+    return digest_of({"decode": decode.model_dump(mode="json"), "form": form, "code": code, **versions})
 
 
 def copy_former(home: Path, decode: DecodeSpec, writer: CacheWriter) -> int:
-    """Put every entry of ``writer`` whose pixels are kept for ``decode`` below the project ``home``; returns how many.
+    """Give ``writer`` every entry that is kept for ``decode`` below the project ``home``; returns how many.
 
-    A damaged store is removed and gives nothing, and one that another run holds gives nothing either.
+    The file of a shard that holds the same images is linked; of others, rows of pixels are copied. A damaged store is removed and gives
+    nothing, and one that another run holds gives nothing either.
     """
-    store = home / PIXELS / key_of(decode)
+    store = home / PIXELS / key_of(decode, writer.form)
     if not ImageCache.exists(store):
         return 0
     with try_lock(home / LOCK) as mine:
@@ -59,35 +61,38 @@ def copy_former(home: Path, decode: DecodeSpec, writer: CacheWriter) -> int:
             return 0
         try:
             former = ImageCache.load(store).verify()
-            if former.decode != decode:
+            if (former.decode, former.form) != (decode, writer.form):
                 raise BadInput("artifact_foreign", "the kept pixels are another spec's")
-            return sum(_copy_split(former, writer))
+            return sum(_take(former, writer))
         except (BadInput, OSError):
             shutil.rmtree(store, ignore_errors=True)
             return 0
 
 
-def _copy_split(former: ImageCache, writer: CacheWriter) -> Iterator[int]:
-    """The images copied from each split."""
-    from tasks.images.cache import open_split
+def _take(former: ImageCache, writer: CacheWriter) -> Iterator[int]:
+    """The images taken from each file."""
+    from tasks.images.cache import file_of, members_of
 
-    for split in SPLITS:
-        names = open_split(former, split).sha256
-        with ExitStack() as stack:
-            file = stack.enter_context(former.path(f"{split}.u8").open("rb")).fileno()
-            for start, stop in runs(names, writer):
-                data = os.pread(file, (stop - start) * writer.row_bytes, start * writer.row_bytes)
-                if len(data) != (stop - start) * writer.row_bytes:
-                    raise OSError("the kept pixels end early")
-                writer.put_rows(names[start:stop], data)
-                yield stop - start
+    for shard, names in members_of(former).items():
+        name = file_of(shard, former.form)
+        if writer.members.get(shard) == names:
+            writer.link(shard, former.path(name), former.files[name])
+            yield len(names)
+        elif former.form == "pixels":
+            with former.path(name).open("rb") as handle:
+                for start, stop in runs(names, writer):
+                    data = os.pread(handle.fileno(), (stop - start) * writer.row_bytes, start * writer.row_bytes)
+                    if len(data) != (stop - start) * writer.row_bytes:
+                        raise OSError("the kept pixels end early")
+                    writer.put_rows(names[start:stop], data)
+                    yield stop - start
 
 
 def runs(names: list[str], writer: CacheWriter) -> Iterator[tuple[int, int]]:
     """[start, stop) of rows whose places in ``writer`` follow each other too, each of at most STEP bytes."""
     most, start, last = max(1, STEP // writer.row_bytes), 0, None
     for row, name in enumerate(names):
-        place = writer.place.get(name)
+        place = writer.place.get(name) if writer.lacks(name) else None
         follows = last is not None and place is not None and place == (last[0], last[1] + 1) and row - start < most
         if not follows:
             if last is not None:
@@ -103,11 +108,13 @@ def keep(home: Path, cache: ImageCache, most_mb: float) -> None:
 
     Left undone where another run holds the store or the disk refuses: it only saves time.
     """
+    from tasks.images.cache import link_or_copy
+
     with try_lock(home / LOCK) as mine, suppress(OSError):
         if not mine:
             return
         left = most_mb * 1e6 - _bytes(cache.folder)
-        store = home / PIXELS / key_of(cache.decode)
+        store = home / PIXELS / key_of(cache.decode, cache.form)
         others = sorted((path for path in (home / PIXELS).glob("[!.]*") if path != store), key=lambda path: path.stat().st_mtime, reverse=True)
         for other in others:
             left -= _bytes(other)
@@ -122,15 +129,7 @@ def keep(home: Path, cache: ImageCache, most_mb: float) -> None:
             folder = (work / ImageCache.PATH).parent
             folder.mkdir(parents=True)
             for name in (*cache.files, Path(ImageCache.PATH).name):
-                _link(cache.folder / name, folder / name)
-
-
-def _link(source: Path, target: Path) -> None:
-    """A second name for a file, or a copy where the file system gives none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+                link_or_copy(cache.folder / name, folder / name)
 
 
 def _bytes(folder: Path) -> int:

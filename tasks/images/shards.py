@@ -97,6 +97,13 @@ def find_rows(ref: DatasetRef, wanted: Iterable[str]) -> dict[str, ImageRow]:
     return found
 
 
+def names_by_shard(ref: DatasetRef) -> Iterator[tuple[str, list[str]]]:
+    """Each shard (000001-00000) with the sha256s of all its images, removed ones too; reads no image bytes. Raises as ``iter_rows``."""
+    for shard in ref.shards:
+        with _reading(ref, shard.file) as table:
+            yield Path(shard.file).stem, table.read(columns=["sha256"])["sha256"].to_pylist()
+
+
 def standings(ref: DatasetRef) -> dict[str, Standing]:
     """sha256 -> what the data version says of it, removed images too, in shard order; reads no image bytes."""
     changes = _changes(ref)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 
 from tasks.core.errors import BadInput
 from tasks.training.predict import INPUT, OUTPUT, predict
+
+if TYPE_CHECKING:
+    from tasks.images.pixels import Pixels
 
 OPSET = 17
 TOLERANCE = 1e-4
@@ -61,7 +65,7 @@ def to_onnx(served: Served, image_size: int) -> bytes:
     return buffer.getvalue()
 
 
-def check_export(path: Path, served: Served, pixels: np.ndarray) -> float:
+def check_export(path: Path, served: Served, pixels: np.ndarray | Pixels) -> float:
     """Largest difference of any probability between the file at ``path`` and torch on ``pixels`` uint8 [N, S, S, 3].
 
     Two batch sizes are run, so that a graph that froze its example's batch is found. Raises BadInput ``export_mismatch``

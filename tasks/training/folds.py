@@ -15,7 +15,7 @@ from tasks.core.artifacts import SPLITS, ImageCache, Split, TrainingSet
 from tasks.core.config import TrainConfig
 from tasks.core.errors import BadInput
 from tasks.core.files import digest_of, file_lock, write_atomic
-from tasks.images.cache import CacheWriter, Entry, open_split, publish_cache
+from tasks.images.cache import CacheWriter, Entry, entries_of, file_of, members_of, open_split, publish_cache
 from tasks.images.splits import uniform
 from tasks.training import launch, models
 from tasks.training.checkpoint import Checkpoints, fingerprint
@@ -53,8 +53,7 @@ def out_of_fold(
     training raises, or Transient ``lock_busy``.
     """
     cache.verify()
-    views = {split: open_split(cache, split) for split in SPLITS}
-    entries = {split: [Entry(*row) for row in zip(view.sha256, view.paths, view.labels.tolist(), strict=True)] for split, view in views.items()}
+    entries = {split: entries_of(cache, split) for split in SPLITS}
     fold_of = {one.sha256: fold_number(groups.get(one.sha256), one.sha256, folds) for split in SPLITS for one in entries[split]}
     everything = [(split, one) for split in SPLITS for one in entries[split]]
     answers = np.empty((len(everything), len(cache.classes)), np.float32)
@@ -104,12 +103,12 @@ def _fold(
     """Probabilities float32 [M, C] of ``parts``' test images by a model of its train images."""
 
     def fill(writer: CacheWriter) -> None:
-        for split in SPLITS:
-            view = open_split(cache, split)
-            for row, sha256 in enumerate(view.sha256):
-                writer.put(sha256, view.pixels[row])
+        for shard, names in members_of(cache).items():
+            assert writer.members[shard] == names, "every image is in one part of the fold"
+            name = file_of(shard, cache.form)
+            writer.link(shard, cache.path(name), cache.files[name])
 
-    fold = publish_cache(root, parts, cache.classes, cache.decode, {"ImageCache": cache.digest}, fill)
+    fold = publish_cache(root, parts, cache.classes, cache.decode, {"ImageCache": cache.digest}, fill, cache.form)
     job = launch.Job(training_set, fold, config, weights, root / "checkpoints")
     job.folder.mkdir(exist_ok=True)
     checkpoints = Checkpoints(job.folder, print)

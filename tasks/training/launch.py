@@ -136,7 +136,8 @@ def train_rank(job: Job) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     else:
         device = torch.device("cpu")
-    torch.set_num_threads(config.threads or max(1, cpu_cores() // config.processes))
+    threads = config.threads or max(1, cpu_cores() // config.processes)
+    torch.set_num_threads(threads)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with joined(device) as ranks:
         printer = Printer(ranks.rank, ranks.world)
@@ -146,7 +147,7 @@ def train_rank(job: Job) -> None:
         model = build_model(config.model, len(job.cache.classes), config.width, job.cache.decode.image_size)
         if job.weights is not None:
             start_from(model, job.weights, printer.say)
-        data = TrainingData(open_split(job.cache, "train"), open_split(job.cache, "val"), job.training_set)
+        data = TrainingData(open_split(job.cache, "train", threads), open_split(job.cache, "val", threads), job.training_set)
         checkpoints = Checkpoints(job.folder, printer.say)
         ours = (Resume(checkpoints), Save(checkpoints), Progress(printer), ResourceMonitor(job.folder))
         job.engine(model, data, config, ranks, (*ours, *job.plugins)).fit()

@@ -1,4 +1,4 @@
-"""Batches from the memory-mapped uint8 cache: the order and the augmentation are functions of seed, epoch and step.
+"""Batches from the memory-mapped cache: the order and the augmentation are functions of seed, epoch and step.
 
 Every rank sees the same global batches and takes its rows of each, so N ranks train on what one rank would, and a
 resumed run needs no generator's state.
@@ -6,7 +6,9 @@ resumed run needs no generator's state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,11 @@ from torch import Tensor
 from tasks.core.artifacts import TrainingSet
 from tasks.images import augment_ops
 from tasks.images.cache import SplitView
+from tasks.images.pixels import EncodedPixels
 from tasks.training.distributed import Ranks
+
+AHEAD = 2
+"""Batches of encoded images that are decoded while one is trained on."""
 
 
 class Batch(NamedTuple):
@@ -56,15 +62,16 @@ class Loader:
         self.mean = torch.tensor(training_set.mean, dtype=torch.float32, device=ranks.device)
         self.std = torch.tensor(training_set.std, dtype=torch.float32, device=ranks.device)
 
-    def augmented(self, epoch: int) -> Iterator[Batch]:
+    def augmented(self, epoch: int) -> Generator[Batch, None, None]:
         """The training batches of ``epoch`` (from 0), augmented; the last one may be short."""
         order = sample_order(self.count, self.seed, epoch)
         size = self.view.pixels.shape[1]
-        for step in range(self.steps):
-            chosen = order[step * self.batch_size : (step + 1) * self.batch_size]
-            rows = self.ranks.rows(len(chosen))
+        batches = [order[step * self.batch_size : (step + 1) * self.batch_size] for step in range(self.steps)]
+        ours = [self.ranks.rows(len(chosen)) for chosen in batches]
+        pixels = self._read(chosen[rows] for chosen, rows in zip(batches, ours, strict=True))
+        for step, (chosen, rows, read) in enumerate(zip(batches, ours, pixels, strict=True)):
             drawn = augment_ops.draw(self.ops, seed=self.seed, epoch=epoch, step=step, batch=len(chosen), size=size)
-            images = self._load(chosen[rows])
+            images = self._to_device(read)
             if len(images):
                 images = augment_ops.apply(images, self.ops, augment_ops.take(drawn, rows))
             yield self._batch(images, chosen, rows)
@@ -74,14 +81,33 @@ class Loader:
 
         Whole batches go to the ranks in turn: an image meets the same neighbours, hence the same rounding, at any world size.
         """
-        for step in range(self.ranks.rank, self.steps, self.ranks.world):
-            rows = slice(step * self.batch_size, min((step + 1) * self.batch_size, self.count))
-            chosen = np.arange(rows.start, rows.stop)
-            yield rows, self._batch(self._load(chosen), chosen, slice(None))
+        starts = range(self.ranks.rank * self.batch_size, self.count, self.ranks.world * self.batch_size)
+        batches = [np.arange(start, min(start + self.batch_size, self.count)) for start in starts]
+        for chosen, read in zip(batches, self._read(batches), strict=True):
+            yield slice(chosen[0], chosen[-1] + 1), self._batch(self._to_device(read), chosen, slice(None))
 
-    def _load(self, chosen: np.ndarray) -> Tensor:
-        """Pixels of the ``chosen`` rows as float32 [B, 3, S, S] on the device, 0-255; bytes cross to it as uint8."""
-        pixels = torch.from_numpy(np.ascontiguousarray(self.view.pixels[chosen]))
+    def _read(self, batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Pixels uint8 [B, S, S, 3] of each batch of rows. Encoded images are decoded some batches ahead while others are trained on."""
+        pixels = self.view.pixels
+        if not isinstance(pixels, EncodedPixels):
+            yield from (pixels[rows] for rows in batches)
+            return
+        with ThreadPoolExecutor(1, "ahead") as thread:
+            waiting: deque[Future[np.ndarray]] = deque()
+            try:
+                for rows in batches:
+                    waiting.append(thread.submit(pixels.__getitem__, rows))
+                    if len(waiting) > AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _to_device(self, read: np.ndarray) -> Tensor:
+        """Pixels uint8 [B, S, S, 3] as float32 [B, 3, S, S] on the device, 0-255; bytes cross to it as uint8."""
+        pixels = torch.from_numpy(np.ascontiguousarray(read))
         if self.ranks.device.type == "cuda":
             pixels = pixels.pin_memory().to(self.ranks.device, non_blocking=True)
         return pixels.permute(0, 3, 1, 2).float()

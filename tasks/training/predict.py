@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tasks.images.pixels import Pixels
 
 INPUT, OUTPUT = "image", "probabilities"
 
 
-def predict(model_path: Path, pixels: np.ndarray, batch_size: int, threads: int = 0) -> np.ndarray:
+def predict(model_path: Path, pixels: np.ndarray | Pixels, batch_size: int, threads: int = 0) -> np.ndarray:
     """Probabilities float32 [N, C] of ``pixels`` uint8 [N, S, S, 3], each image once and in order, on the CPU.
 
     ``threads`` per session; 0 lets ONNX Runtime take the cores. Only ``batch_size`` images are read from ``pixels`` (a memory
-    map, say) at a time.
+    map, or encoded images) at a time.
     """
     import onnxruntime
 
