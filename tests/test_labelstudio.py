@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import xml.etree.ElementTree as ElementTree
+from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import Project
+from PIL import Image
 from source_trees import from_folder, labels_of, pictures, png, write_tree
 
-from tasks.core.artifacts import DatasetRef, EvaluationReport, SetAside
+from tasks.core.artifacts import DatasetRef, EvaluationReport, SetAside, TrainedModel
 from tasks.core.config import IngestConfig
 from tasks.core.errors import BadInput
-from tasks.images.shards import find_rows
+from tasks.images.decode import load_pixels
+from tasks.images.shards import find_rows, iter_rows
 from tasks.ingest import ingest
 from tasks.sources import Item, fingerprint_of, open_source
 from tasks.sources.review import configuration
+from tasks.training.predict import predict
 
 
 def answer(*choices: str, control: str = "class", cancelled: bool = False) -> dict[str, Any]:
@@ -153,3 +160,44 @@ def test_the_least_sure_test_images_of_a_run_go_out_and_come_back(finished: Proj
     refused = finished.run("python", "-m", "tasks.sources.review", "--count", "0", check=False)
     assert refused.returncode == 2
     assert "error[unknown_option]" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_least_sure_of_a_pool_go_out_and_come_back_as_new_images(finished: Project, tmp_path: Path) -> None:
+    """Digits turned by some degrees are new; copies of known ones, links, hidden files and what is no image are not asked about."""
+    ref = DatasetRef.load(finished.root)
+    rows = list(islice(iter_rows(ref), 300))
+    pool: dict[str, bytes] = {}
+    for number, row in enumerate(rows):
+        buffer = io.BytesIO()
+        Image.open(io.BytesIO(row.data)).rotate(number % 90).save(buffer, "PNG", pnginfo=None)
+        pool[f"day {number // 100}/{number:04d}.png"] = buffer.getvalue()
+    extra = {"known.png": rows[0].data, "twice.png": pool["day 1/0150.png"], ".hidden.png": png(1), "note.txt": b"no image", "cut.png": png(2)[:40]}
+    folder = write_tree(tmp_path / "pool", {**pool, **extra})
+    (folder / "link.png").symlink_to(folder / "known.png")
+    out = tmp_path / "out.json"
+    said = finished.run("python", "-m", "tasks.sources.review", "--pool", str(folder), "--count", "7", "--out", str(out))
+    assert said.stdout.startswith("review: 7 images of ")
+    assert "; 2 passed over (image_truncated 1, not_an_image 1)" in said.stdout
+    tasks = json.loads(out.read_bytes())
+    model = TrainedModel.load(finished.root)
+    known = {row.sha256 for row in iter_rows(ref)}
+    fresh = {name: data for name, data in pool.items() if sha256(data).hexdigest() not in known}
+    assert len(fresh) > 250
+    answers = predict(model.path("model.onnx"), np.stack([load_pixels(data, model.decode) for data in fresh.values()]), 64)
+    sure = dict(zip(fresh, answers.max(axis=1).tolist(), strict=True))
+    expected = sorted(fresh, key=sure.__getitem__)[:7]
+    assert {one["data"]["name"] for one in tasks} == set(expected)
+    assert [one["predictions"][0]["score"] for one in tasks] == pytest.approx([sure[name] for name in expected], abs=1e-5)
+    assert all("label" not in one["data"] for one in tasks)
+    for one in tasks:
+        one["annotations"] = [answer("3")]
+    items, aside = read(tmp_path / "back", tasks)
+    assert not aside
+    assert {item.name: item.data for item in items} == {name: pool[name] for name in expected}
+    write_tree(tmp_path / "project", {"answers.json": json.dumps(tasks).encode()})
+    first = ingest(from_folder(write_tree(tmp_path / "source", pictures(cat=3, dog=3))), tmp_path / "project")
+    grown = ingest(IngestConfig(source="labelstudio", location="answers.json"), tmp_path / "project")
+    assert grown.counts == {**first.counts, "3": 7}
+    refused = finished.run("python", "-m", "tasks.sources.review", "--pool", str(folder / "known.png"), check=False)
+    assert (refused.returncode, refused.stderr.splitlines()[-1][:26]) == (2, "error[source_unavailable]:")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
+import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from source_trees import png
 
 from tasks.core.artifacts import SetAside
 from tasks.core.errors import BadInput, Transient
+from tasks.core.process import spare_port
 from tasks.sources import Item, fingerprint_of, open_source, remote
 
 BUCKET = "yard"
@@ -265,3 +268,72 @@ def test_old_views_go_and_young_ones_stay(store: Any, root: Path) -> None:
     assert not old.exists()
     assert len(list(files.iterdir())) == 1
     assert (young / "cat" / "1.png").read_bytes() == png(2)
+
+
+STORES = [f"s3://{BUCKET}/photos/"]
+
+
+def named(root: Path, names: list[str], kind: str = "table", **options: Any) -> tuple[dict[str, bytes], dict[str, str]]:
+    """What rows that name ``names`` give: bytes by name, and codes."""
+    if kind == "sql":
+        with contextlib.closing(sqlite3.connect(root / "rows.db")) as database:
+            database.execute("create table rows (id integer primary key, path text, label text)")
+            database.executemany("insert into rows (path, label) values (?, 'cat')", [(name,) for name in names])
+            database.commit()
+        location, options = "sqlite:///rows.db", {"table": "rows", **options}
+    elif kind == "labelstudio":
+        choice = {"type": "choices", "from_name": "class", "value": {"choices": ["cat"]}}
+        tasks = [{"data": {"image": name}, "annotations": [{"result": [choice]}]} for name in names]
+        (root / (location := "export.json")).write_text(json.dumps(tasks))
+    elif kind == "coco":
+        images = [{"id": number, "file_name": name} for number, name in enumerate(names)]
+        labels = [{"id": number, "image_id": number, "category_id": 1} for number in range(len(names))]
+        (root / (location := "coco.json")).write_text(json.dumps({"images": images, "annotations": labels, "categories": [{"id": 1, "name": "cat"}]}))
+    else:
+        (root / (location := "rows.csv")).write_text("path,label\n" + "".join(f"{name},cat\n" for name in names))
+    found = list(open_source(kind, location, root, options=options).items)
+    return {item.name: item.data for item in found if isinstance(item, Item)}, {item.name: item.code for item in found if isinstance(item, SetAside)}
+
+
+@pytest.mark.parametrize("kind", ["table", "sql", "coco", "labelstudio"])
+def test_rows_may_name_images_below_the_folders_of_stores_that_options_name(kind: str, store: Any, root: Path) -> None:
+    """Attack: another folder of the same beginning, a way out by dots, a bucket that nobody named; with a worker's credentials all would open."""
+    store.pipe({f"{BUCKET}/photos/a.png": png(1), f"{BUCKET}/photos/deep/b ü.png": png(2), f"{BUCKET}/photos-secret/c.png": png(3)})
+    at = f"s3://{BUCKET}/"
+    names = [
+        f"{at}photos/a.png",
+        f"{at}photos/deep/b ü.png",
+        f"{at}photos/gone.png",
+        f"{at}photos-secret/c.png",
+        f"{at}photos/../photos-secret/c.png",
+        f"{at}photos//a.png",
+        "s3://other/photos/a.png",
+        "simplecache::s3://yard/photos/a.png",
+    ]
+    items, aside = named(root, names, kind, stores=STORES)
+    shown = [f"rows/{number + 1}" if kind == "sql" else name for number, name in enumerate(names)]
+    codes = ["missing_file", "url_not_allowed", "path_outside_root", "path_outside_root", "url_not_allowed", "url_not_allowed"]
+    assert items == dict(zip(shown[:2], (png(1), png(2)), strict=True))
+    assert aside == dict(zip(shown[2:], codes, strict=True))
+
+
+def test_without_a_word_in_options_no_row_reaches_a_store(store: Any, root: Path) -> None:
+    store.pipe({f"{BUCKET}/photos/a.png": png(1)})
+    assert named(root, [f"s3://{BUCKET}/photos/a.png"]) == ({}, {f"s3://{BUCKET}/photos/a.png": "url_not_allowed"})
+
+
+@pytest.mark.parametrize("kind", ["table", "sql"])
+def test_a_store_that_is_away_is_the_runs_affair_not_a_rows(kind: str, store: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{spare_port()}")
+    monkeypatch.setattr(remote, "TRIES", 1)
+    with pytest.raises(Transient, match="does not answer"):
+        named(root, [f"s3://{BUCKET}/photos/a.png"], kind, stores=STORES)
+
+
+@pytest.mark.parametrize(
+    "folder", ["s3://", "s3:///", "https://x.test/a", "file:///etc", "/etc", "s3://me:secret@yard/photos", "simplecache::s3://yard/a", "zip://a"]
+)
+def test_what_is_no_folder_of_a_store_is_refused_as_an_option(folder: str, root: Path) -> None:
+    with pytest.raises(BadInput, match="stores") as caught:
+        named(root, ["a.png"], stores=[folder])
+    assert "secret" not in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import ipaddress
+import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -374,7 +375,12 @@ def check_options(model: type[S], given: dict[str, Any], where: str) -> S:
         if problem["type"] == "missing":
             raise BadInput("params_invalid", "a missing option", value=key, constraint="there", knob=key) from None
         message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        raise BadInput("params_invalid", key, value=repr(problem["input"])[:200], constraint=message, knob=key) from None
+        raise BadInput("params_invalid", key, value=_shown(problem["input"]), constraint=message, knob=key) from None
+
+
+def _shown(value: Any) -> str:
+    """A refused value, cut, without the user and password of a URL."""
+    return re.sub(r"//[^/@\s]*@", "//***@", repr(value))[:200]
 
 
 def _nearest(loc: tuple[int | str, ...], section: Any = None) -> str:

@@ -22,7 +22,7 @@ from tasks.core.files import sha256_file
 from tasks.sources import Item, Limits, Notice, Source, fingerprint, source
 from tasks.sources.columns import split_of
 from tasks.sources.layout import located, printable, refuse_collisions
-from tasks.sources.paths import URL, Folders
+from tasks.sources.paths import URL, Abroad, Folders, Stores
 from tasks.sources.remote import is_url
 from tasks.sources.table import url_name
 from tasks.sources.web import WebPolicy
@@ -38,6 +38,7 @@ class CocoOptions(Section):
     images: str = Field("", description="folder or URL that file names are relative to; empty: the annotation file's folder")
     split: str = Field("", description="split of all images: train, val or test; empty: none")
     web: WebPolicy | None = Field(None, description="what may be fetched where file names are URLs; without it they are set aside")
+    stores: Stores = ()
 
 
 class _Read(NamedTuple):
@@ -65,7 +66,7 @@ def coco(location: str, root: Path, limits: Limits, options: CocoOptions) -> Sou
     split = split_of(options.split, "ingest.options.split")
     found = _checked(path, _parsed(path))
     told = [Notice("orphan_annotations", f"{found.orphans} annotations are of images that are not listed")] if found.orphans else []
-    return Source(_items(found, Folders(base, options.web), split, limits), notices=told)
+    return Source(_items(found, Folders(base, Abroad(options.web, options.stores)), split, limits), notices=told)
 
 
 @fingerprint("coco")

@@ -21,6 +21,7 @@ from tasks.core.errors import BadInput
 from tasks.core.files import digest_of
 from tasks.sources import Limits, Source, fingerprint, source
 from tasks.sources.layout import located
+from tasks.sources.paths import Abroad
 from tasks.sources.table import CELL_MAX, Check, Row, items_of
 from tasks.sources.web import WebPolicy, fetch, masked
 
@@ -54,7 +55,7 @@ def http(location: str, root: Path, limits: Limits, options: HttpOptions) -> Sou
     Raises BadInput ``manifest_corrupt`` where an answer is not as the options say, comes again, or has no end, the codes of
     ``table``, and what ``fetch`` raises.
     """
-    check = Check(masked(location), options.classes, options.web)
+    check = Check(masked(location), options.classes, Abroad(options.web))
     for row in _rows(location, root, options):
         check.add(row)
     check.finish()

@@ -27,7 +27,7 @@ from tasks.core.files import sha256_file
 from tasks.sources import Item, Limits, Source, fingerprint, source
 from tasks.sources.columns import label_text
 from tasks.sources.layout import located, printable
-from tasks.sources.paths import URL, Folders
+from tasks.sources.paths import URL, Abroad, Folders, Stores
 from tasks.sources.table import url_name
 from tasks.sources.web import WebPolicy
 
@@ -46,6 +46,7 @@ class LabelstudioOptions(Section):
     choices: str = Field("", description="name of the choices (from_name) that state the class; empty: the only ones there are")
     images: str = Field("", description="folder that Label Studio's local files and uploads are relative to; empty: the export's folder")
     web: WebPolicy | None = Field(None, description="what may be fetched where images are URLs; without it they are set aside")
+    stores: Stores = ()
 
 
 @source("labelstudio", options=LabelstudioOptions)
@@ -59,7 +60,7 @@ def labelstudio(location: str, root: Path, limits: Limits, options: LabelstudioO
     base = located(options.images, root, "the folder of the images") if options.images else path.parent
     tasks = _tasks(path)
     _one_control(path, tasks, options)
-    return Source(_items(tasks, Folders(base, options.web), limits, options))
+    return Source(_items(tasks, Folders(base, Abroad(options.web, options.stores)), limits, options))
 
 
 @fingerprint("labelstudio")

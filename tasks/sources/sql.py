@@ -27,7 +27,7 @@ from tasks.core.errors import BadInput, TrainyardError, Transient
 from tasks.sources import Item, Limits, Source, fingerprint, source
 from tasks.sources.columns import Columns, choose, label_text, split_of
 from tasks.sources.layout import is_storable, located, printable
-from tasks.sources.paths import Folders
+from tasks.sources.paths import Abroad, Folders, Stores
 from tasks.sources.web import WebPolicy
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class SqlOptions(Columns):
     folder: str = Field("", description="folder that paths are relative to; empty: the project")
     password: str = Field("", pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*)?$", description="env:NAME, the environment variable with the password")
     web: WebPolicy | None = Field(None, description="what may be fetched where cells are URLs; without it they are set aside")
+    stores: Stores = ()
     batch: int = Field(16, ge=1, le=10_000, description="rows that are in memory at once")
 
     @model_validator(mode="after")
@@ -96,7 +97,7 @@ def sql(location: str, root: Path, limits: Limits, options: SqlOptions) -> Sourc
     with database.connected() as connection:
         if connection.execute(sa.select(sa.literal(1)).select_from(rows.clause).limit(1)).first() is None:
             raise BadInput("empty_manifest", f"{rows.name} has no rows", value=0, constraint="at least 1 row", knob="ingest.options")
-    return Source(_items(database, rows, Folders(base, options.web), limits))
+    return Source(_items(database, rows, Folders(base, Abroad(options.web, options.stores)), limits))
 
 
 @fingerprint("sql")

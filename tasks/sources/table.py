@@ -32,9 +32,9 @@ from tasks.sources.columns import Columns, choose, label_text, split_of
 from tasks.sources.folder import read_file
 from tasks.sources.layout import located, printable, refuse_collisions
 from tasks.sources.parquet import open_shard, rows_of
-from tasks.sources.paths import URL, Folders, refused
+from tasks.sources.paths import URL, Abroad, Folders, Stores, refused
 from tasks.sources.remote import is_url
-from tasks.sources.web import WebPolicy, fetch, masked
+from tasks.sources.web import WebPolicy, masked
 
 KIND = "a CSV, TSV, JSON Lines or Parquet manifest"
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
@@ -59,6 +59,7 @@ class TableOptions(Columns):
     delimiter: str = Field("", max_length=1, description="between a CSV's cells; empty: a comma, or a tab in TSV")
     classes: list[str] = Field([], description="the classes there are; another label is set aside. Empty: whatever labels stand there")
     web: WebPolicy | None = Field(None, description="what may be fetched where cells are URLs; without it they are set aside")
+    stores: Stores = ()
 
 
 class Row(NamedTuple):
@@ -88,7 +89,7 @@ def table(location: str, root: Path, limits: Limits, options: TableOptions) -> S
     ``manifest_corrupt``, ``class_name_collision``, ``unknown_split``, or ``leak_exact`` where one path stands in two splits.
     """
     path, form = _manifest(location, root, options)
-    check = Check(path.name, options.classes, options.web)
+    check = Check(path.name, options.classes, Abroad(options.web, options.stores))
     try:
         for row in _rows(path, form, options):
             check.add(row)
@@ -126,8 +127,8 @@ def _manifest(location: str, root: Path, options: TableOptions) -> tuple[Path, s
 class Check:
     """The first reading: what stands in the list ``name``, once for each path or URL, and what is set aside."""
 
-    def __init__(self, name: str, classes: Iterable[str], web: WebPolicy | None) -> None:
-        self._name, self._classes, self.web = name, frozenset(classes), web
+    def __init__(self, name: str, classes: Iterable[str], abroad: Abroad) -> None:
+        self._name, self._classes, self.abroad = name, frozenset(classes), abroad
         self._labels: dict[str, str] = {}
         self._rows = self._repeats = self._trimmed = 0
         self.said: dict[str, _Said] = {}
@@ -150,7 +151,7 @@ class Check:
                 return
         split = split_of(row.split, where)
         label = label_text(row.label)
-        code = refused(name, self.web) or ("bad_row" if label is None else "" if label else "missing_label")
+        code = refused(name, self.abroad) or ("bad_row" if label is None else "" if label else "missing_label")
         if not code and self._classes and label not in self._classes:
             code = "unknown_class"
         if code or label is None:
@@ -218,16 +219,16 @@ def items_of(check: Check, read: Callable[[str], bytes | str], limits: Limits) -
     Raises the last TrainyardError where there are URLs and none could be fetched.
     """
     yield from check.aside
-    fetched: int = 0
+    fetched = 0
     failure: TrainyardError | None = None
     entries = iter(check.said.items())
-    waiting: deque[tuple[str, _Said, Future[bytes] | None]] = deque()
+    waiting: deque[tuple[str, _Said, Future[bytes | str] | None]] = deque()
     with ThreadPoolExecutor(AHEAD, "fetch") as pool:
         try:
             while True:
                 for name, said in itertools.islice(entries, AHEAD + 1 - len(waiting)):
-                    url = check.web is not None and URL.match(name) is not None
-                    waiting.append((name, said, pool.submit(fetch, name, check.web, limits.max_file_bytes) if check.web and url else None))
+                    url = URL.match(name) is not None  # one that is refused is not among the entries
+                    waiting.append((name, said, pool.submit(check.abroad.read, name, limits.max_file_bytes) if url else None))
                 if not waiting:
                     break
                 name, said, future = waiting.popleft()
