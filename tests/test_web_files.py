@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from source_trees import pictures, png
 from test_web import Step, serving
 
-from tasks.core.artifacts import DatasetRef
+from tasks.core.artifacts import DatasetRef, SetAside
 from tasks.core.config import IngestConfig
 from tasks.core.errors import BadInput, TrainyardError
 from tasks.ingest import ingest
@@ -119,3 +120,59 @@ def test_larger_than_an_archive_may_unpack_to_is_not_fetched(tmp_path: Path) -> 
         with pytest.raises(BadInput) as caught:
             ingest(config, tmp_path)
     assert caught.value.code == "download_too_large"
+
+
+def test_a_tables_relative_names_lie_beside_it_on_the_server(tmp_path: Path) -> None:
+    """By the same policy; what leads out of the manifest's folder is refused as it is on a disk, and no other host is asked."""
+    names = ["a.png", "deep/b ü#1?.png", "./deep/../a.png", "../up.png", "/root.png", "gone.png", "C:\\c.png"]
+    images = {"/sets/v1/a.png": png(1), "/sets/v1/deep/b%20%C3%BC%231%3F.png": png(2), "/sets/up.png": png(3), "/root.png": png(4)}
+
+    def answer(path: str, headers: dict[str, str], number: int) -> Step:
+        if path.startswith("/sets/v1/photos.csv"):
+            return Step(headers={"ETag": '"1"'}, body=b"path,label\n" + "".join(f"{name},cat\n" for name in names).encode())
+        return Step(body=images[path]) if path in images else Step(404)
+
+    with serving(answer) as server:
+        found = list(open_source("table", f"{server.url}/sets/v1/photos.csv?sig=secret", tmp_path, options=WEB).items)
+        assert fingerprint_of("table", f"{server.url}/sets/v1/photos.csv", tmp_path, WEB) == '"1"'
+        assert {path for path, _ in server.asked} == {"/sets/v1/photos.csv?sig=secret", "/sets/v1/photos.csv", "/sets/v1/gone.png", *list(images)[:2]}
+    items = {item.name.removeprefix(server.url): item.data for item in found if isinstance(item, Item)}
+    assert items == {path: images[path] for path in list(images)[:2]}
+    aside = {item.name.removeprefix(server.url): item.code for item in found if isinstance(item, SetAside)}
+    assert aside == {
+        "../up.png": "path_outside_root",
+        "/root.png": "path_outside_root",
+        "C:\\c.png": "path_outside_root",
+        "/sets/v1/gone.png": "download_failed",
+    }
+
+
+@pytest.mark.parametrize("place", ["/shards/train-{}.tar", "/{}/train.tar"])
+def test_a_range_of_shards_is_fetched_as_one_source(place: str, tmp_path: Path) -> None:
+    held = {place.format(f"{number:02d}"): shard(number) for number in range(9, 12)}
+    tags = dict.fromkeys(held, '"1"')
+    with serving(lambda path, headers, number: Step(headers={"ETag": tags[path]}, body=held[path]) if path in held else Step(404)) as server:
+        url = f"{server.url}{place.format('{09..11}')}"
+        first = labels("webdataset", url, tmp_path)
+        assert sorted(name.rpartition("/")[2] for name in first) == ["10.png", "11.png", "9.png"]
+        asked, before = len(server.asked), fingerprint_of("webdataset", url, tmp_path, WEB)
+        assert labels("webdataset", url, tmp_path) == first
+        assert len(server.asked) == asked + 6, "the versions alone"
+        tags[last := list(held)[-1]] = '"2"'
+        held[last] = shard(50)
+        assert fingerprint_of("webdataset", url, tmp_path, WEB) != before
+        assert sorted(name.rpartition("/")[2] for name in labels("webdataset", url, tmp_path)) == ["10.png", "50.png", "9.png"]
+        with pytest.raises(TrainyardError) as caught:
+            labels("webdataset", f"{server.url}{place.format('{09..12}')}", tmp_path)
+        assert caught.value.code == "download_failed"
+
+
+def shard(number: int) -> bytes:
+    """A shard of one sample."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in ((f"{number}.png", png(number)), (f"{number}.cls", str(number % 2).encode())):
+            facts = tarfile.TarInfo(name)
+            facts.size = len(data)
+            archive.addfile(facts, io.BytesIO(data))
+    return buffer.getvalue()

@@ -109,6 +109,14 @@ def publish_dir(target: Path) -> Iterator[Path]:
         raise
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a file, or a copy where the file system gives none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 @contextmanager
 def file_lock(path: Path, timeout_s: float, what: str) -> Iterator[None]:
     """Hold an advisory lock on ``path``, waiting up to ``timeout_s`` seconds with jitter.

@@ -8,7 +8,6 @@ timing. A file depends on its shard alone, so a batch of new images is one new f
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tasks.core.artifacts import SPLITS, CacheForm, DecodeSpec, ImageCache, Split, file_digests
 from tasks.core.errors import BadInput
-from tasks.core.files import canonical_json, digest_of, publish_dir, write_atomic
+from tasks.core.files import canonical_json, digest_of, link_or_copy, publish_dir, write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -281,11 +280,3 @@ class CacheWriter:
                 }
             )
             pq.write_table(table, self.folder / f"{split}.parquet", compression="none")
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a file, or a copy where the file system gives none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

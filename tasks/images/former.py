@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tasks.core.artifacts import CacheForm, DecodeSpec, ImageCache
 from tasks.core.errors import BadInput
-from tasks.core.files import STATE, digest_of, publish_dir, sha256_file, try_lock
+from tasks.core.files import STATE, digest_of, link_or_copy, publish_dir, sha256_file, try_lock
 
 if TYPE_CHECKING:
     from tasks.images.cache import CacheWriter
@@ -108,8 +108,6 @@ def keep(home: Path, cache: ImageCache, most_mb: float) -> None:
 
     Left undone where another run holds the store or the disk refuses: it only saves time.
     """
-    from tasks.images.cache import link_or_copy
-
     with try_lock(home / LOCK) as mine, suppress(OSError):
         if not mine:
             return

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from tasks.core.artifacts import SetAside, Split
 from tasks.core.config import Section, check_options
 from tasks.core.errors import BadInput
+from tasks.core.files import digest_of
 from tasks.sources.remote import fingerprint as listed
 from tasks.sources.remote import is_url
 
@@ -52,8 +53,9 @@ BUILT_IN = {name: f"tasks.sources.{name}" for name in _KINDS}
 
 OWN_URLS = frozenset({"http", "sql"})
 """Sources of ours that open URLs by themselves; the others read what is brought here (tasks/sources/remote.py)."""
-ONE_FILE = frozenset({"archive", "arrays", "coco", "labelstudio", "parquet", "table", "webdataset"})
-"""Sources of ours that read one file, which may lie on a web server; the option ``web`` of each is how it may be fetched (tasks/sources/web.py)."""
+ONE_FILE = frozenset({"archive", "arrays", "coco", "labelstudio", "parquet", "webdataset"})
+"""Sources of ours that read one file (webdataset also a range of them), which may lie on a web server; the option ``web`` of each is how
+it may be fetched (tasks/sources/web.py). A table fetches its manifest itself."""
 
 
 class Item(NamedTuple):
@@ -153,9 +155,10 @@ def fingerprint_of(name: str, location: str, root: Path, options: Mapping[str, A
 
         policy, options = _policy(name, options)
         _options(name, _opener(name), options)
-        return version(location, policy)
+        told = [version(url, policy) for url in _urls(name, location)]
+        return told[0] if len(told) == 1 else digest_of(told) if all(told) else ""
     extra = _options(name, _opener(name), options)
-    if name in BUILT_IN and name not in OWN_URLS and is_url(location):
+    if name in BUILT_IN and name not in OWN_URLS and is_url(location) and not _is_http(location):
         return "" if any(is_url(str(value)) for value in options.values()) else listed(location)
     return _FINGERPRINTS[name](location, root, *extra) if name in _FINGERPRINTS else ""
 
@@ -169,15 +172,30 @@ def open_source(name: str, location: str, root: Path, limits: Limits = Limits(),
     opener = _opener(name)
     if not _is_on_the_web(name, location):
         return opener(location, root, limits, *_options(name, opener, options))
-    from tasks.sources.web import copy_of
+    from tasks.sources.web import copies_of, copy_of
 
     policy, options = _policy(name, options)
     checked = _options(name, opener, options)
-    return opener(str(copy_of(location, policy, root, limits.max_unpacked_bytes).absolute()), root, limits, *checked)
+    urls, most = _urls(name, location), limits.max_unpacked_bytes
+    copy = copy_of(location, policy, root, most) if urls == [location] else copies_of(location, urls, policy, root, most)
+    return opener(str(copy.absolute()), root, limits, *checked)
+
+
+def _urls(name: str, location: str) -> list[str]:
+    """The files that a location on a web server names. Raises BadInput ``source_unavailable``."""
+    if name != "webdataset":
+        return [location]
+    from tasks.sources.webdataset import expanded
+
+    return expanded(location)
 
 
 def _is_on_the_web(name: str, location: str) -> bool:
-    return name in ONE_FILE and location.lower().startswith(("http://", "https://"))
+    return name in ONE_FILE and _is_http(location)
+
+
+def _is_http(location: str) -> bool:
+    return location.lower().startswith(("http://", "https://"))
 
 
 def _policy(name: str, given: Mapping[str, Any]) -> tuple[WebPolicy, Mapping[str, Any]]:

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from tasks.core.config import PARAMS
 from tasks.core.errors import BadInput, Transient
-from tasks.core.files import STATE, digest_of, file_lock, publish_dir
+from tasks.core.files import STATE, digest_of, file_lock, link_or_copy, publish_dir
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 EXTRAS = {**dict.fromkeys(("s3", "s3a"), "s3"), **dict.fromkeys(("gs", "gcs"), "gcs"), **dict.fromkeys(("az", "abfs", "abfss", "adl"), "azure")}
@@ -78,7 +78,8 @@ def mirror(url: str, root: Path) -> Path:
             _download(store, files, folder, url)
             with publish_dir(view) as made:
                 for file in files:
-                    _link(folder / "files" / _key(file), made / file.name)
+                    (made / file.name).parent.mkdir(parents=True, exist_ok=True)
+                    link_or_copy(folder / "files" / _key(file), made / file.name)
                 os.sync()
         for used in (view, folder):
             os.utime(used)
@@ -261,15 +262,6 @@ def _md5_of(path: Path) -> str:
 
 def _key(file: Remote) -> str:
     return digest_of([file.name, file.version, file.size])
-
-
-def _link(source: Path, target: Path) -> None:
-    """Stand ``source`` at ``target`` too; a copy where the disk has no hard links."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _forget(folder: Path) -> None:

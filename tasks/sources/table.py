@@ -3,7 +3,8 @@
     path,label                  paths are relative to the manifest's folder and never lead out of it
     images/a.png,cat            (a Parquet manifest may hold the image's bytes instead of a path)
 
-A URL is fetched where the option ``web`` allows it (tasks/sources/web.py); relative paths of a manifest in a store are read from there.
+A URL is fetched where the option ``web`` allows it (tasks/sources/web.py); relative paths of a manifest in a store, or on the web, are
+read from there.
 
 A manifest is read twice: the first time every row is checked, nothing is opened, and only paths and labels are kept (a million
 rows fit in some hundred MB); the second time the images are read, one by one, in the order of the rows.
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
+from urllib.parse import quote, urljoin
 
 from pydantic import Field
 
@@ -34,7 +36,7 @@ from tasks.sources.layout import located, printable, refuse_collisions
 from tasks.sources.parquet import open_shard, rows_of
 from tasks.sources.paths import URL, Abroad, Folders, Stores, refused
 from tasks.sources.remote import is_url
-from tasks.sources.web import WebPolicy, masked
+from tasks.sources.web import WebPolicy, copy_of, masked, version
 
 KIND = "a CSV, TSV, JSON Lines or Parquet manifest"
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
@@ -88,15 +90,16 @@ def table(location: str, root: Path, limits: Limits, options: TableOptions) -> S
     Raises BadInput ``source_unavailable``, ``missing_column``, ``duplicate_column``, ``empty_manifest``, ``manifest_encoding``,
     ``manifest_corrupt``, ``class_name_collision``, ``unknown_split``, or ``leak_exact`` where one path stands in two splits.
     """
-    path, form = _manifest(location, root, options)
-    check = Check(path.name, options.classes, Abroad(options.web, options.stores))
+    web = _on_the_web(location, options)
+    path, form = _manifest(location, root, options, limits.max_unpacked_bytes)
+    check = Check(path.name, options.classes, Abroad(web or options.web, options.stores))
     try:
         for row in _rows(path, form, options):
-            check.add(row)
+            check.add(row if web is None else _absolute(row, location, check.abroad))
     except UnicodeDecodeError:
         raise _encoding(path) from None
     check.finish()
-    read = _beside(location, limits) if is_url(location) and not location.startswith("file:") else _below(path.parent, check, limits)
+    read = _beside(location, limits) if _in_a_store(location) else _below(path.parent, check, limits)
     items: Iterator[Item | SetAside] = items_of(check, read, limits)
     if check.bytes_rows:
         items = itertools.chain(items, _items_of_bytes(path, form, options, limits))
@@ -106,13 +109,34 @@ def table(location: str, root: Path, limits: Limits, options: TableOptions) -> S
 @fingerprint("table")
 def table_fingerprint(location: str, root: Path, options: TableOptions) -> str:
     """The sha256 of a small manifest, else its size and time of modification (ns): a manifest whose files change says nothing of it."""
+    web = _on_the_web(location, options)
+    if web is not None:
+        return version(location, web)
     path, _ = _manifest(location, root, options)
     facts = path.stat()
     return sha256_file(path) if facts.st_size <= SMALL else f"{facts.st_size} bytes, modified {facts.st_mtime_ns}"
 
 
-def _manifest(location: str, root: Path, options: TableOptions) -> tuple[Path, str]:
-    path = located(location, root, KIND)
+def _on_the_web(location: str, options: TableOptions) -> WebPolicy | None:
+    """The policy by which a manifest on a web server, and what it names beside it, is fetched; None for one that lies elsewhere."""
+    return (options.web or WebPolicy()) if location.lower().startswith(("http://", "https://")) else None
+
+
+def _in_a_store(location: str) -> bool:
+    return is_url(location) and not location.lower().startswith(("file:", "http://", "https://"))
+
+
+def _absolute(row: Row, location: str, abroad: Abroad) -> Row:
+    """``row`` with the URL of the image that it names beside the manifest; one that leads elsewhere stays, and is refused as it is from a folder."""
+    name = _name(row.image)
+    if name is None or URL.match(name) or refused(name, abroad):
+        return row
+    return row._replace(image=urljoin(location, quote(posixpath.normpath(name))))
+
+
+def _manifest(location: str, root: Path, options: TableOptions, max_bytes: int = 1 << 40) -> tuple[Path, str]:
+    web = _on_the_web(location, options)
+    path = located(location, root, KIND) if web is None else copy_of(location, web, root, max_bytes)
     if not path.is_file():
         raise BadInput("source_unavailable", "the manifest is no file", value=location, constraint=KIND, knob="ingest.location")
     form = options.format or FORMATS.get(path.suffix.casefold(), "")

@@ -17,11 +17,13 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import ssl
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar
@@ -31,13 +33,15 @@ from pydantic import Field, field_validator, model_validator
 
 from tasks.core.config import Section
 from tasks.core.errors import BadInput, TrainyardError, Transient, of_machine
-from tasks.core.files import file_lock, fsync_dir, sha256_file, write_atomic
-from tasks.sources.remote import folder_of
+from tasks.core.files import digest_of, file_lock, fsync_dir, link_or_copy, publish_dir, sha256_file, write_atomic
+from tasks.sources.remote import KEEP_S, folder_of
 
 KNOB = "ingest.options.web"
 CHUNK = 1 << 16
 RETRY_AFTER_MAX_S = 30.0
 COPY_LOCK_S = 6 * 3600.0
+COPIES = 8
+"""Files of a range that are fetched at once."""
 CONNECT_S = 10.0
 """Seconds that one address is waited for, at most."""
 RENEWS = 1 << 20
@@ -220,6 +224,35 @@ def copy_of(url: str, policy: WebPolicy, root: Path, max_bytes: int) -> Path:
             download(url, policy, target, max_bytes=max_bytes)
             write_atomic(known, now.encode(), 0o600)
     return target
+
+
+def copies_of(location: str, urls: list[str], policy: WebPolicy, root: Path, max_bytes: int) -> Path:
+    """A folder with a copy of each of ``urls``, which ``location`` names together, by last name, with a number before it where two are alike.
+
+    Some are fetched at once. The folder stays as it is for whoever reads it; a week after its last use it goes. Raises as ``copy_of`` does.
+    """
+    with ThreadPoolExecutor(COPIES, "download") as pool:
+        waiting = [pool.submit(copy_of, url, policy, root, max_bytes) for url in urls]
+        try:
+            copies = [future.result() for future in waiting]
+        finally:
+            for future in waiting:
+                future.cancel()
+    alike = len({copy.name for copy in copies}) < len(copies)
+    names = [f"{number:06d}-{copy.name}" if alike else copy.name for number, copy in enumerate(copies)]
+    facts = [[name, copy.stat().st_ino, copy.stat().st_mtime_ns] for name, copy in zip(names, copies, strict=True)]
+    home = folder_of(location, root)
+    view = home / "shards" / digest_of(facts)[:20]
+    with file_lock(home / "shards.lock", COPY_LOCK_S, f"the copies of {masked(location)}"):
+        if not view.is_dir():
+            with publish_dir(view) as made:
+                for name, copy in zip(names, copies, strict=True):
+                    link_or_copy(copy, made / name)
+        os.utime(view)
+        for other in view.parent.iterdir():
+            if other.stat().st_mtime < time.time() - KEEP_S:
+                shutil.rmtree(other, ignore_errors=True)
+    return view
 
 
 def download(url: str, policy: WebPolicy, target: Path, sha256: str | None = None, max_bytes: int = 1 << 40, *, resolver: Resolver = resolve) -> Path:

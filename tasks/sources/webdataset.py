@@ -77,15 +77,20 @@ def webdataset_fingerprint(location: str, root: Path, options: WebdatasetOptions
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _files(location: str, root: Path) -> list[Path]:
+def expanded(location: str) -> list[str]:
+    """The locations that one with a range, as {0000..0063}, names; itself where it has none. Raises BadInput ``source_unavailable``."""
     bounds = _RANGE.search(location)
-    if bounds:
-        first, last = int(bounds[1]), int(bounds[2])
-        if not first <= last < first + SHARDS_MAX:
-            raise BadInput(
-                "source_unavailable", "a range of shards", value=bounds[0], constraint=f"rising, at most {SHARDS_MAX}", knob="ingest.location"
-            )
-        names = [f"{location[: bounds.start()]}{number:0{len(bounds[1])}d}{location[bounds.end() :]}" for number in range(first, last + 1)]
+    if not bounds:
+        return [location]
+    first, last = int(bounds[1]), int(bounds[2])
+    if not first <= last < first + SHARDS_MAX:
+        raise BadInput("source_unavailable", "a range of shards", value=bounds[0], constraint=f"rising, at most {SHARDS_MAX}", knob="ingest.location")
+    return [f"{location[: bounds.start()]}{number:0{len(bounds[1])}d}{location[bounds.end() :]}" for number in range(first, last + 1)]
+
+
+def _files(location: str, root: Path) -> list[Path]:
+    names = expanded(location)
+    if names != [location]:
         return [located(name, root, KIND) for name in names]
     if any(letter in location for letter in "*?["):
         found = globbed(location, root, KIND)
