@@ -2,7 +2,7 @@
 
     python -m tasks.validate      in a project's root; reads data/, writes artifacts/validation
 
-A bad image is set aside by name and reason (quarantine.parquet) and the run goes on, while the share of bad ones is within
+A bad image is set aside by name and reason (quarantine/reasons.parquet) and the run goes on, while the share of bad ones is within
 params.yaml. So is the copy of another image: whatever judges a model must not be what taught it. A suite that fails stops the
 run, after its report is written.
 """
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tasks.images.likeness import Likeness
     from tasks.images.table import Bounds, ImageRecord
 
+REASONS = "quarantine/reasons.parquet"
 SAMPLES = 6
 DATA_DOCS = STATE / "data_docs"
 ELSEWHERE = ("ExpectQuery", "ExpectTableRowCountToEqualOther")
@@ -112,14 +113,14 @@ def validate(ref: DatasetRef, config: ValidateConfig, prepare: PrepareConfig, ou
         quarantined=quarantined,
     )
     folder = (out / ValidationReport.PATH).parent
-    for stale in (out / ValidationReport.PATH, *folder.glob(".*.part")):  # the former report, and what a crash left
+    for stale in (out / ValidationReport.PATH, *folder.rglob(".*.part")):  # the former report, and what a crash left
         stale.unlink(missing_ok=True)
     _write_parquet(folder / "images.parquet", table)
-    _write_parquet(folder / "quarantine.parquet", quarantine_table(records))
+    _write_parquet(folder / REASONS, quarantine_table(ref.set_aside, records))
     odd = odd_ones(records)
     small = small_pictures(ref, records, pictured(copies.pairs, odd), bounds)
     write_atomic(folder / "report.html", render_page(ref, report, records, thumbnails, copies.pairs, odd, small).encode())
-    report = report.model_copy(update={"files": file_digests(folder, "images.parquet", "quarantine.parquet", "report.html")}).save(out)
+    report = report.model_copy(update={"files": file_digests(folder, "images.parquet", REASONS, "report.html")}).save(out)
     for check, result in zip(checks, results, strict=True):
         if not result.passed and result.severity == "fail":
             raise _failure(check, result)

@@ -49,7 +49,7 @@ def refused(ref: DatasetRef, config: ValidateConfig, root: Path) -> tuple[BadInp
 def passed(tmp_path_factory: pytest.TempPathFactory) -> tuple[DatasetRef, ValidationReport]:
     root = tmp_path_factory.mktemp("passed")
     files = {**pictures(cat=6, dog=6), "cat/broken.png": png(500)[:100], "dog/small.png": png(501, side=4), "dog/text.jpg": b"<html>"}
-    ref = data(root, files)
+    ref = data(root, {**files, "cat/empty.png": b""})
     return ref, validate(ref, loose(), PREPARE, root)
 
 
@@ -59,10 +59,12 @@ def test_bad_images_within_the_limit_are_quarantined_by_name_and_reason(passed: 
     assert (report.images, report.sound) == (15, 12)
     expected = {"cat/broken.png": "image_truncated", "dog/small.png": "image_too_small", "dog/text.jpg": "not_an_image"}
     assert {item.name: item.code for item in report.quarantined} == expected
-    quarantine = pq.read_table(report.path("quarantine.parquet"))
-    assert quarantine.schema.names == ["path", "label", "sha256", "code", "reason"]
-    assert dict(zip(quarantine["path"].to_pylist(), quarantine["code"].to_pylist(), strict=True)) == expected
-    assert all(quarantine["reason"].to_pylist())
+    quarantine = pq.read_table(report.path("quarantine/reasons.parquet"))
+    assert quarantine.schema.names == ["stage", "path", "label", "sha256", "code", "reason"]
+    rows = quarantine.to_pylist()
+    assert {row["path"]: row["code"] for row in rows if row["stage"] == "validate"} == expected
+    assert all(row["reason"] and row["sha256"] for row in rows if row["stage"] == "validate")
+    assert [(row["path"], row["code"], row["sha256"]) for row in rows if row["stage"] == "ingest"] == [("cat/empty.png", "empty_file", None)]
     report.require_made_from(ref)
     assert report.verify() == ValidationReport.load(report.root)
 
@@ -216,7 +218,7 @@ def test_large_photographs_become_small_samples(tmp_path: Path) -> None:
 def test_data_docs_are_built_outside_the_artifacts_when_asked_for(tmp_path: Path) -> None:
     report = validate(data(tmp_path, pictures(cat=4, dog=4)), loose(data_docs=True), PREPARE, tmp_path)
     assert (tmp_path / ".trainyard" / "data_docs" / "index.html").is_file()
-    assert {path.name for path in report.folder.iterdir()} == {"images.parquet", "quarantine.parquet", "report.html", "report.json"}
+    assert {path.name for path in report.folder.iterdir()} == {"images.parquet", "quarantine", "report.html", "report.json"}
 
 
 def test_the_command_says_one_line_passed_or_failed_and_phones_nobody(tmp_path: Path) -> None:

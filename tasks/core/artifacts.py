@@ -198,13 +198,13 @@ class CheckResult(BaseModel):
 
 
 class ValidationReport(Artifact):
-    """Verdict on a data version. Files: report.json, images.parquet (the image table), quarantine.parquet, report.html.
+    """Verdict on a data version. Files: report.json, images.parquet (the image table), quarantine/reasons.parquet, report.html.
 
     Digest: over report.json. Writer: validate, before it fails. Reader: prepare, which refuses without ``success``.
     images.parquet columns: path string, label string, split string?, group string?, sha256 string, width int32,
     height int32 (as stored), mode string, format string, bytes int64, decodes bool, reason string ("" where the image is sound:
     it decodes, its sides are within bounds, and it is no copy that was set aside), phash string? (64-bit gradient hash in
-    hex), brightness, contrast, sharpness, entropy, aspect double? (tasks/images/statistics.py). quarantine.parquet columns: path,
+    hex), brightness, contrast, sharpness, entropy, aspect double? (tasks/images/statistics.py). reasons.parquet columns: stage, path,
     label, sha256, code, reason.
     """
 

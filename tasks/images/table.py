@@ -7,13 +7,14 @@ ones most of the time would go to the calls.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from tasks.core.artifacts import SetAside
 from tasks.images.decode import BadImage, DecodePolicy, ImageFacts, examine, to_square
 from tasks.images.likeness import Likeness, likenesses, luma_of
 from tasks.images.shards import ImageRow
@@ -38,7 +39,7 @@ SCHEMA = pa.schema(
         *((name, pa.float64()) for name in STATISTICS),
     ]
 )
-QUARANTINE_SCHEMA = pa.schema([(name, pa.string()) for name in ("path", "label", "sha256", "code", "reason")])
+QUARANTINE_SCHEMA = pa.schema([(name, pa.string()) for name in ("stage", "path", "label", "sha256", "code", "reason")])
 THUMBNAIL_PX = 48
 BATCH_IMAGES, BATCH_PIXELS = 256, 1 << 19
 """Images are taken together until there are so many, or their pixels are."""
@@ -174,7 +175,10 @@ def image_table(records: list[ImageRecord]) -> pa.Table:
     return pa.table([pa.array([getattr(record, field.name) for record in records], field.type) for field in SCHEMA], schema=SCHEMA)
 
 
-def quarantine_table(records: list[ImageRecord]) -> pa.Table:
-    """quarantine.parquet as a table: the records that are not sound."""
-    bad = [record for record in records if record.code]
-    return pa.table([pa.array([getattr(record, field.name) for record in bad], field.type) for field in QUARANTINE_SCHEMA], schema=QUARANTINE_SCHEMA)
+def quarantine_table(set_aside: Sequence[SetAside], records: list[ImageRecord]) -> pa.Table:
+    """quarantine/reasons.parquet as a table: what ingest set aside, then the records that are not sound."""
+    rows = [dict.fromkeys(QUARANTINE_SCHEMA.names) | {"stage": "ingest", "path": item.name, "code": item.code} for item in set_aside]
+    for record in records:
+        if record.code:
+            rows.append({"stage": "validate"} | {name: getattr(record, name) for name in QUARANTINE_SCHEMA.names[1:]})
+    return pa.Table.from_pylist(rows, QUARANTINE_SCHEMA)
