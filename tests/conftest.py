@@ -87,13 +87,18 @@ def prefect_home() -> Path:
 
 
 def make_project(folder: Path, **overrides: dict[str, object]) -> Project:
-    """Copy this tree (what git tracks or would track) into ``folder``, commit it there, and give it a port of its own."""
+    """Copy this tree (what git tracks or would track) into ``folder``, commit it there, and give it a port of its own.
+
+    Its deployments' schedules are switched off: whether a test passes must not hang on the minute at which it runs.
+    """
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         source = ROOT / name
         if source.is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / name)
+    deployments = folder / "prefect.yaml"
+    deployments.write_text(deployments.read_text(encoding="utf-8").replace("active: true}", "active: false}"), encoding="utf-8")
     apply_overrides({"deploy": {"port": spare_port()}, **overrides}, folder / "params.yaml")
     shutil.copytree(prefect_home(), folder / ".trainyard" / "prefect")
     project = Project(folder)

@@ -23,6 +23,7 @@ import pytest
 from real_server import Deployed, gone, until
 
 from flows.automations import MAX_STARTS, RETRY_S
+from flows.watch import Seen
 
 pytestmark = pytest.mark.slow
 
@@ -150,15 +151,16 @@ def test_a_manual_run_waits_for_the_one_before_it_and_a_stage_past_its_limit_is_
 def test_a_schedule_fires_and_an_unmoved_source_is_left_alone(deployed: Deployed, killed: Killed) -> None:
     root = deployed.project.root
     found = deployed.project.python("-m", "tasks.sources").stdout.split()[1]
-    (root / ".trainyard" / "watch").mkdir()
-    (root / ".trainyard" / "watch" / "classifier.json").write_text(f'{{"fingerprint": "{found}", "version": "v", "stored": 1, "refused": ""}}')
+    Seen(found, "v", 1).save(root, "classifier")
     watch = deployed.deployment("ingest/watch")["id"]
     fast = {"schedule": {"interval": 10.0}, "active": True}
     httpx.post(f"{deployed.api}/deployments/{watch}/schedules", json=[fast], timeout=30).raise_for_status()
     run = until(lambda: next((run for run in deployed.runs("ingest/watch") if run["state_name"] == "Unchanged"), None), "scheduled run", 75, deployed)
     assert run["auto_scheduled"]
     assert "the source did not move" in run["state"]["message"]
-    for schedule in httpx.get(f"{deployed.api}/deployments/{watch}/schedules", timeout=30).json():
+    schedules = httpx.get(f"{deployed.api}/deployments/{watch}/schedules", timeout=30).json()
+    assert [schedule["active"] for schedule in schedules if "cron" in schedule["schedule"]] == [False]  # so that none but this one fired
+    for schedule in schedules:
         if "interval" in schedule["schedule"]:
             httpx.delete(f"{deployed.api}/deployments/{watch}/schedules/{schedule['id']}", timeout=30)
 

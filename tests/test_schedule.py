@@ -18,9 +18,19 @@ ZONES = ("Europe/London", "America/New_York", "Australia/Lord_Howe")
 """Clocks that skip and repeat the hour from one to two, the one from two to three, and half an hour at two."""
 
 
-def daily_crons() -> set[str]:
+def schedules() -> list[dict[str, Any]]:
     deployments: list[dict[str, Any]] = YAML(typ="safe").load(ROOT / "prefect.yaml")["deployments"]
-    crons = {schedule["cron"] for deployment in deployments for schedule in deployment.get("schedules", []) if "cron" in schedule}
+    return [schedule for deployment in deployments for schedule in deployment.get("schedules", [])]
+
+
+def test_every_schedule_is_on() -> None:
+    """Projects of other tests switch theirs off."""
+    assert len(schedules()) == 3
+    assert all(schedule["active"] for schedule in schedules())
+
+
+def daily_crons() -> set[str]:
+    crons = {schedule["cron"] for schedule in schedules() if "cron" in schedule}
     return {cron for cron in crons if cron.split()[0].isdigit() and cron.split()[1].isdigit() and cron.split()[2:] == ["*", "*", "*"]}
 
 
